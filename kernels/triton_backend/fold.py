@@ -1,0 +1,152 @@
+"""Real-KV fingerprints: fold the bytes behind a block of slots, one lane a slot.
+
+The fold of one source is serial in the words of a slot, so lanes are slots and the loop walks words. Sources start from
+zero each and are combined at the end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..layout import MAX_REAL_KV_SOURCES, PARTIAL_READ_BYTES, WORD_BYTES, RealKvHashMode
+from .hashing import as_u64, splitmix64
+
+if TYPE_CHECKING:
+    from ..buffers import VerifyOrWriteContext
+
+
+class FoldArgs(NamedTuple):
+    """The sources of one context, flattened to kernel arguments.
+
+    `args` holds (address, rows' stride in words, page size in slots, token stride in words, words to read) of each
+    source, padded to `MAX_REAL_KV_SOURCES`; `num_slots` is how many slots every source has bytes for.
+    """
+
+    num_sources: int
+    paged: bool
+    num_slots: int
+    args: tuple[int, ...]
+
+
+_NO_SOURCE = (0, 0, 1, 0, 0)
+_NO_SOURCES = FoldArgs(0, False, 2**62, _NO_SOURCE * MAX_REAL_KV_SOURCES)
+
+
+def fold_args(context: VerifyOrWriteContext) -> FoldArgs:
+    """Flatten a context's sources. Reads shapes and addresses only."""
+    sources = context.real_kv_sources
+    mode = context.real_kv_hash_mode
+    if not sources or mode == RealKvHashMode.NONE:
+        return _NO_SOURCES
+    args: list[int] = []
+    paged = False
+    num_slots = 2**62
+    for source in sources:
+        tensor = source.tensor
+        page_size = source.page_size
+        paged = paged or page_size != 1
+        num_slots = min(num_slots, tensor.shape[0] * page_size)
+        read_bytes = PARTIAL_READ_BYTES if mode == RealKvHashMode.PARTIAL else source.read_bytes
+        args += (
+            tensor.data_ptr(),
+            tensor.stride(0) * tensor.element_size() // WORD_BYTES,
+            page_size,
+            source.num_bytes_per_token // WORD_BYTES,
+            read_bytes // WORD_BYTES,
+        )
+    args += _NO_SOURCE * (MAX_REAL_KV_SOURCES - len(sources))
+    return FoldArgs(len(sources), paged, num_slots, tuple(args))
+
+
+@triton.jit
+def _fold_source(
+    slot,  # [BLOCK] int64, in range where `live`
+    live,  # [BLOCK] bool
+    address,  # of the source's first byte
+    row_words,
+    page_size,
+    token_words,
+    num_words,  # a multiple of 2
+    PAGED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Fold the first `num_words` words of each slot in one source. Returns [BLOCK] uint64."""
+    if PAGED:
+        page = slot // page_size
+        start = page * row_words + (slot - page * page_size) * token_words
+    else:
+        start = slot * row_words
+    # Rows and tokens start at multiples of 16 bytes, so two words load as one.
+    start = tl.multiple_of(start, 2)
+    base_ptr = address.to(tl.int64).to(tl.pointer_type(tl.int64), bitcast=True)
+    pair = tl.arange(0, 2)
+    acc = tl.zeros_like(slot).to(tl.uint64)
+    whole = num_words // CHUNK * CHUNK
+    for first in range(0, whole, CHUNK):
+        for offset in tl.static_range(0, CHUNK, 2):
+            pair_ptr = base_ptr + (start + (first + offset))[:, None] + pair[None, :]
+            low, high = tl.split(tl.load(pair_ptr, mask=live[:, None], other=0))
+            acc = splitmix64(acc ^ as_u64(low))
+            acc = splitmix64(acc ^ as_u64(high))
+    for first in range(whole, num_words, 2):
+        pair_ptr = base_ptr + (start + first)[:, None] + pair[None, :]
+        low, high = tl.split(tl.load(pair_ptr, mask=live[:, None], other=0))
+        acc = splitmix64(acc ^ as_u64(low))
+        acc = splitmix64(acc ^ as_u64(high))
+    return acc
+
+
+@triton.jit
+def fold_sources(
+    slot,
+    live,
+    address_0,
+    row_words_0,
+    page_size_0,
+    token_words_0,
+    num_words_0,
+    address_1,
+    row_words_1,
+    page_size_1,
+    token_words_1,
+    num_words_1,
+    address_2,
+    row_words_2,
+    page_size_2,
+    token_words_2,
+    num_words_2,
+    address_3,
+    row_words_3,
+    page_size_3,
+    token_words_3,
+    num_words_3,
+    NUM_SOURCES: tl.constexpr,
+    PAGED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Fingerprint of each live slot over all sources, in order. Returns [BLOCK] uint64, 0 without sources."""
+    acc = tl.zeros_like(slot).to(tl.uint64)
+    if NUM_SOURCES >= 1:
+        source_hash = _fold_source(
+            slot, live, address_0, row_words_0, page_size_0, token_words_0, num_words_0, PAGED, CHUNK
+        )
+        acc = splitmix64(acc ^ source_hash)
+    if NUM_SOURCES >= 2:
+        source_hash = _fold_source(
+            slot, live, address_1, row_words_1, page_size_1, token_words_1, num_words_1, PAGED, CHUNK
+        )
+        acc = splitmix64(acc ^ source_hash)
+    if NUM_SOURCES >= 3:
+        source_hash = _fold_source(
+            slot, live, address_2, row_words_2, page_size_2, token_words_2, num_words_2, PAGED, CHUNK
+        )
+        acc = splitmix64(acc ^ source_hash)
+    if NUM_SOURCES >= 4:
+        source_hash = _fold_source(
+            slot, live, address_3, row_words_3, page_size_3, token_words_3, num_words_3, PAGED, CHUNK
+        )
+        acc = splitmix64(acc ^ source_hash)
+    return acc

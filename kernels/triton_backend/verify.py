@@ -1,0 +1,216 @@
+"""Verify kernel: check the canary records that a plan names, a block of entries at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import triton
+import triton.language as tl
+
+from ..layout import DUMMY_SLOT, WORD_BYTES, FailReason, SlotField
+from .device import INTERPRETED, num_multiprocessors, skipped_entries
+from .fold import fold_args, fold_sources
+from .hashing import HEAD_HASH, as_i64, as_u64, mix3
+from .violations import append_violations
+
+if TYPE_CHECKING:
+    from ..buffers import VerifyOrWriteContext, VerifyPlan
+
+_DUMMY_SLOT: tl.constexpr = tl.constexpr(DUMMY_SLOT)
+_TOKEN: tl.constexpr = tl.constexpr(int(SlotField.TOKEN))
+_POSITION: tl.constexpr = tl.constexpr(int(SlotField.POSITION))
+_PREV_HASH: tl.constexpr = tl.constexpr(int(SlotField.PREV_HASH))
+_REAL_KV_HASH: tl.constexpr = tl.constexpr(int(SlotField.REAL_KV_HASH))
+_BAD_CHAIN: tl.constexpr = tl.constexpr(int(FailReason.VERIFY_CHAIN_HASH_MISMATCH))
+_BAD_POSITION: tl.constexpr = tl.constexpr(int(FailReason.VERIFY_POSITION_MISMATCH))
+_BAD_REAL_KV: tl.constexpr = tl.constexpr(int(FailReason.VERIFY_REAL_KV_HASH_MISMATCH))
+_BAD_TOKEN: tl.constexpr = tl.constexpr(int(FailReason.VERIFY_TOKEN_MISMATCH))
+
+_SIZES: Final = ["slot_words", "num_records", "num_slots", "capacity", "ring_rows", "launch_tag"]
+_SOURCE_SIZES: Final = [f"{name}_{i}" for i in range(4) for name in ("page_size", "num_words")]
+
+
+@triton.jit(do_not_specialize=[*_SIZES, *_SOURCE_SIZES])
+def _verify_kernel(
+    canary_ptr,  # [.., slot_words] int64 words of the canary buffer
+    slots_ptr,  # [capacity] int64, and so the next three
+    tokens_ptr,
+    positions_ptr,
+    prev_slots_ptr,
+    num_valid_ptr,  # [1] int32
+    enable_ptr,  # [1] int32
+    ring_ptr,  # [ring_rows, VIOLATION_WORDS] int64, out
+    write_index_ptr,  # [1] int32, inout
+    slot_counter_ptr,  # [1] int64, inout
+    kernel_counter_ptr,  # [1] int64, inout
+    skipped_ptr,  # [1] int64, inout
+    slot_words,
+    num_records,
+    num_slots,  # at most num_records: slots below this have bytes in every source too
+    capacity,
+    ring_rows,
+    launch_tag,
+    address_0,
+    row_words_0,
+    page_size_0,
+    token_words_0,
+    num_words_0,
+    address_1,
+    row_words_1,
+    page_size_1,
+    token_words_1,
+    num_words_1,
+    address_2,
+    row_words_2,
+    page_size_2,
+    token_words_2,
+    num_words_2,
+    address_3,
+    row_words_3,
+    page_size_3,
+    token_words_3,
+    num_words_3,
+    CHECK_TOKEN: tl.constexpr,
+    NUM_SOURCES: tl.constexpr,
+    PAGED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Verify a plan. Grid: any number of programs; they stride over the entries that the device counts."""
+    program = tl.program_id(0)
+    num_active = tl.minimum(tl.load(num_valid_ptr).to(tl.int64), capacity)
+    num_active = tl.where(tl.load(enable_ptr) != 0, tl.maximum(num_active, 0), 0)
+    if program == 0:
+        tl.atomic_add(kernel_counter_ptr, tl.full([], 1, tl.int64), sem="relaxed")
+        tl.atomic_add(slot_counter_ptr, num_active, sem="relaxed")
+    words_ptr = canary_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    num_skipped = tl.zeros([], tl.int32)
+    first = program.to(tl.int64) * BLOCK
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for start in range(first, num_active, step):
+        entry = start + tl.arange(0, BLOCK)
+        live = entry < num_active
+        slot = tl.load(slots_ptr + entry, mask=live, other=_DUMMY_SLOT)
+        prev_slot = tl.load(prev_slots_ptr + entry, mask=live, other=-1)
+        want_position = tl.load(positions_ptr + entry, mask=live, other=0)
+        want_token = tl.full([BLOCK], -1, tl.int64)
+        if CHECK_TOKEN:
+            want_token = tl.load(tokens_ptr + entry, mask=live, other=-1)
+        wanted = live & (slot != _DUMMY_SLOT)
+        checked = wanted & (slot > 0) & (slot < num_slots) & (prev_slot < num_records)
+        num_skipped += tl.sum((wanted & ~checked).to(tl.int32), axis=0)
+
+        record_ptr = words_ptr + slot * slot_words
+        token = tl.load(record_ptr + _TOKEN, mask=checked, other=0)
+        position = tl.load(record_ptr + _POSITION, mask=checked, other=0)
+        chain_hash = tl.load(record_ptr + _PREV_HASH, mask=checked, other=0)
+        real_kv_hash = tl.load(record_ptr + _REAL_KV_HASH, mask=checked, other=0)
+        has_prev = checked & (prev_slot > 0)
+        prev_ptr = words_ptr + prev_slot * slot_words
+        prev_token = tl.load(prev_ptr + _TOKEN, mask=has_prev, other=0)
+        prev_position = tl.load(prev_ptr + _POSITION, mask=has_prev, other=0)
+        prev_hash = tl.load(prev_ptr + _PREV_HASH, mask=has_prev, other=0)
+
+        head = tl.full([BLOCK], HEAD_HASH, tl.uint64)
+        successor = mix3(as_u64(prev_hash), as_u64(prev_token), as_u64(prev_position))
+        want_hash = as_i64(tl.where(prev_slot < 0, head, successor))
+        # Predecessor unknown: nothing to compare with, and the row shows the stored hash.
+        want_hash = tl.where(prev_slot == 0, chain_hash, want_hash)
+        want_real_kv = as_i64(
+            fold_sources(
+                slot,
+                checked,
+                address_0,
+                row_words_0,
+                page_size_0,
+                token_words_0,
+                num_words_0,
+                address_1,
+                row_words_1,
+                page_size_1,
+                token_words_1,
+                num_words_1,
+                address_2,
+                row_words_2,
+                page_size_2,
+                token_words_2,
+                num_words_2,
+                address_3,
+                row_words_3,
+                page_size_3,
+                token_words_3,
+                num_words_3,
+                NUM_SOURCES,
+                PAGED,
+                CHUNK,
+            )
+        )
+        reasons = tl.where(chain_hash != want_hash, _BAD_CHAIN, 0)
+        reasons |= tl.where(position != want_position, _BAD_POSITION, 0)
+        reasons |= tl.where(real_kv_hash != want_real_kv, _BAD_REAL_KV, 0)
+        if CHECK_TOKEN:
+            reasons |= tl.where((want_token != -1) & (token != want_token), _BAD_TOKEN, 0)
+        reasons = tl.where(checked, reasons, 0).to(tl.int64)
+        append_violations(
+            ring_ptr,
+            write_index_ptr,
+            ring_rows,
+            launch_tag,
+            reasons,
+            slot,
+            position,
+            token,
+            want_token,
+            chain_hash,
+            want_hash,
+        )
+    if num_skipped > 0:
+        tl.atomic_add(skipped_ptr, num_skipped.to(tl.int64), sem="relaxed")
+
+
+def _block(num_sources: int) -> tuple[int, int, int]:
+    """Entries a program, warps, and programs a multiprocessor."""
+    if INTERPRETED:
+        return 64, 1, 2
+    if num_sources:
+        return 128, 4, 12
+    return 256, 4, 8
+
+
+def verify(*, context: VerifyOrWriteContext, plan: VerifyPlan, check_verify_expected_token: bool) -> None:
+    """Check every entry of a plan. Arguments as `launch_canary_verify_kernel` checks them.
+
+    An entry whose slot or predecessor lies outside the buffer or a source is left out and counted in `skipped_entries`.
+    """
+    canary_buf = context.canary_buf
+    fold = fold_args(context)
+    capacity = plan.verify_slot_indices.shape[0]
+    block, num_warps, programs_per_sm = _block(fold.num_sources)
+    programs = min(triton.cdiv(capacity, block), programs_per_sm * num_multiprocessors(canary_buf.device))
+    _verify_kernel[(max(programs, 1),)](
+        canary_buf,
+        plan.verify_slot_indices,
+        plan.verify_expected_tokens,
+        plan.verify_expected_positions,
+        plan.verify_prev_slot_indices,
+        plan.verify_num_valid,
+        plan.enable,
+        context.violation_ring,
+        context.violation_write_index,
+        context.slot_run_counter,
+        context.kernel_run_counter,
+        skipped_entries(canary_buf.device),
+        canary_buf.shape[1] // WORD_BYTES,
+        canary_buf.shape[0],
+        min(canary_buf.shape[0], fold.num_slots),
+        capacity,
+        context.violation_ring.shape[0],
+        int(context.kernel_kind),
+        *fold.args,
+        CHECK_TOKEN=check_verify_expected_token,
+        NUM_SOURCES=fold.num_sources,
+        PAGED=fold.paged,
+        CHUNK=2 if INTERPRETED else 16,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
