@@ -64,7 +64,7 @@ class SlotPool:
 
 
 class RowPool:
-    """Rows 1… of `req_to_token`, the lowest free one first; row 0 stays padding."""
+    """Rows 1… of `req_to_token`, the one freed last first; row 0 stays padding."""
 
     def __init__(self, num_rows: int) -> None:
         self._free = list(range(num_rows - 1, 0, -1))
