@@ -1,7 +1,7 @@
 """What cannot work, or will not for long, said before the first request.
 
-Takes the engine's arguments, spelled as SGLang's flags, or live sizes, spelled as the buffers' own names. A size that is
-neither given nor follows from what is given stays unknown, and the rules that need it are listed as not checked.
+Takes the engine's arguments, spelled as SGLang's flags, or live sizes, spelled as the buffers' own names. A size that
+is neither given nor follows from what is given stays unknown, and the rules that need it are listed as not checked.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def _verify_alone(s: Mapping[str, float]) -> tuple[Severity, str, str, str | Non
     if s["verify_capacity"] >= s["pool_tokens"]:
         return None
     reason = (
-        f"the verify plan holds {s['verify_capacity']:.0f} entries, fewer than the pool's {s['pool_tokens']:.0f} tokens: "
+        f"the verify plan holds {s['verify_capacity']:.0f} entries, the pool {s['pool_tokens']:.0f} tokens: "
         "a full pool goes unverified even when nothing is shared"
     )
     return "critical", "verify", reason, None, None
@@ -254,8 +254,8 @@ def _draft_pool(s: Mapping[str, float]) -> tuple[Severity, str, str, str | None,
     if s["draft_pool_tokens"] >= s["pool_tokens"]:
         return None
     reason = (
-        f"the draft model's pool has {s['draft_pool_tokens']:.0f} tokens, the target's {s['pool_tokens']:.0f}: a target "
-        "slot past the draft's pool lies outside its canary buffer"
+        f"the draft model's pool has {s['draft_pool_tokens']:.0f} tokens, the target's {s['pool_tokens']:.0f}: "
+        "a target slot past the draft's pool lies outside its canary buffer"
     )
     return "critical", "kv_pool", reason, "--max-total-tokens", int(s["draft_pool_tokens"])
 

@@ -1,6 +1,6 @@
 """Write the tables of `docs/record.md` from `kvcanary_trace/schema.py` and the capacities; `--check` only compares.
 
-    python docs/build_tables.py
+python docs/build_tables.py
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ means *not measured*, and is never written as zero.
 
 def columns(table: Table) -> str:
     """One table of the dataset."""
-    rows = [f"## `{table.name}`\n\n{table.meaning[0].upper()}{table.meaning[1:]}.\n", "| column | type | unit | meaning |", "|---|---|---|---|"]
+    rows = [
+        f"## `{table.name}`\n\n{table.meaning[0].upper()}{table.meaning[1:]}.\n",
+        "| column | type | unit | meaning |",
+        "|---|---|---|---|",
+    ]
     rows += [f"| `{c.name}` | {c.type} | {c.unit} | {c.meaning.replace('|', chr(92) + '|')} |" for c in table.columns]
     return "\n".join(rows)
 

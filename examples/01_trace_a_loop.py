@@ -57,7 +57,9 @@ def forward(rows: list[int], extend: int, mode: str) -> None:
             positions.append(position)
             req_to_token[row, position] = slots[-1]
     prefix_lens = torch.tensor([length[row] for row in rows])
-    with kv_canary.step(mode=mode, resident_reqs=len(length), kv_used=POOL_TOKENS - len(free_slots), kv_capacity=POOL_TOKENS):
+    with kv_canary.step(
+        mode=mode, resident_reqs=len(length), kv_used=POOL_TOKENS - len(free_slots), kv_capacity=POOL_TOKENS
+    ):
         launch_canary_plan_kernels(
             verify_plan_out=verify_plan,
             write_plan_out=write_plan,

@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def python(*args: str, cwd: Path, **env: str) -> str:
     """Run this interpreter in another folder, so that the checkout's own folders are not on the path."""
-    done = subprocess.run([sys.executable, *args], cwd=cwd, env=env or None, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, *args], cwd=cwd, env=env or None, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -63,7 +65,7 @@ def test_wheel_imports(wheel: Path, tmp_path: Path) -> None:
     """The three packages import from the wheel itself."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
-    code = "import kvcanary_trace, kvcanary_trace.kernels.layout as k, kvcanary_trace.analysis as a; print(k.__file__, a.__file__)"
+    code = "import kvcanary_trace.kernels.layout as k, kvcanary_trace.analysis as a; print(k.__file__, a.__file__)"
     printed = python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"), PATH="/usr/bin:/bin")
     assert printed.count(str(tmp_path / "site")) == 2
 
@@ -88,5 +90,6 @@ def test_install_leaves_no_bare_modules(tmp_path: Path) -> None:
 )
 def test_imports_are_light(statement: str, tmp_path: Path) -> None:
     """No torch, no triton, no scipy.stats before something needs them."""
-    code = f"{statement}; import sys; print([m for m in ('torch', 'triton', 'scipy.stats', 'matplotlib') if m in sys.modules])"
+    heavy = ("torch", "triton", "scipy.stats", "matplotlib")
+    code = f"{statement}; import sys; print([m for m in {heavy} if m in sys.modules])"
     assert python("-c", code, cwd=tmp_path).strip() == "[]"
