@@ -50,6 +50,7 @@ class Batch:
         waiting_tokens: Their prompt tokens, and those of admitted prompts that are still to come.
         kv_used: KV slots held, evictable cache excluded.
         kv_capacity: KV slots in the pool.
+        num_entries: Tokens of all prefixes: what a full-attention canary verifies.
     """
 
     step: int
@@ -68,6 +69,7 @@ class Batch:
     waiting_tokens: int
     kv_used: int
     kv_capacity: int
+    num_entries: int
 
     @property
     def bs(self) -> int:
@@ -78,3 +80,7 @@ class Batch:
     def num_tokens(self) -> int:
         """Tokens written."""
         return len(self.out_cache_loc)
+
+    def window_entries(self, window: int) -> int:
+        """What a sliding-window canary verifies."""
+        return int(np.minimum(self.prefix_lens, window).sum())

@@ -79,6 +79,7 @@ class Engine:
         tokens: [num_rows, context_length] int32, token ids likewise, those still to be generated included.
         kv_lens: [num_rows] int64, tokens of each row that are in the pool.
         swa: The sliding-window group, or None.
+        tracks_rows: Whether changes of rows are noted for a copy of `req_to_token` on a device.
     """
 
     def __init__(
@@ -118,6 +119,8 @@ class Engine:
         self._decoded = self._rows  # rows that decode in this step
         self._resident_tokens = 0
         self._cache_version = 0
+        self.tracks_rows = False
+        self._row_changes: list[tuple[int, int, int]] = []
         self._ratio = _RATIO_START
 
     # --- what others look at ------------------------------------------------------------------------------------------
@@ -136,6 +139,16 @@ class Engine:
     def num_resident(self) -> int:
         """Admitted requests that are not finished."""
         return len(self._rows) + (self._chunked is not None)
+
+    def note_row_change(self, row: int, start: int, stop: int) -> None:
+        """Slots of `req_to_token` changed other than by this step's tokens: a copy on a device must follow."""
+        if self.tracks_rows:
+            self._row_changes.append((row, start, stop))
+
+    def take_row_changes(self) -> list[tuple[int, int, int]]:
+        """Those changes since the last call, as (row, start, stop)."""
+        changes, self._row_changes = self._row_changes, []
+        return changes
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -161,7 +174,7 @@ class Engine:
     def complete(self, batch: Batch) -> None:
         """The kernels are done with `batch`: let time pass, finish requests, free what nobody needs."""
         self.stats.steps += 1
-        self.now_s += self.clock.duration_s(batch.num_tokens, int(batch.prefix_lens.sum()))
+        self.now_s += self.clock.duration_s(batch.num_tokens, batch.num_entries)
         rows = self._decoded
         if len(rows):
             self._ratio = max(_RATIO_LEAST, self._ratio - (_RATIO_START - _RATIO_LEAST) / _RATIO_STEPS)
@@ -229,6 +242,7 @@ class Engine:
             waiting_tokens=self._waiting_tokens + coming,
             kv_used=self.kv_used,
             kv_capacity=self.pool.capacity,
+            num_entries=int(prefix_lens.sum()),
         )
 
     # --- arrivals and admission ---------------------------------------------------------------------------------------
@@ -301,6 +315,7 @@ class Engine:
         self._by_row[row] = running
         self.tokens[row, : request.total_len] = waiting.tokens
         self.req_to_token[row, : len(prefix)] = prefix
+        self.note_row_change(row, 0, len(prefix))
         self.kv_lens[row] = len(prefix)
         self._targets[row] = request.input_len + request.output_len - 1
         if self.swa is not None:
@@ -404,7 +419,9 @@ class Engine:
         self._free(self._slots(row, running.shared_len, kv_len))
         self.cache.unlock(running.node)
         self._leave(running, kv_len)
-        waiting = _Waiting(running.number, running.request, kv_len + 1, self.tokens[row, : running.request.total_len].copy())
+        waiting = _Waiting(
+            running.number, running.request, kv_len + 1, self.tokens[row, : running.request.total_len].copy()
+        )
         self._waiting.appendleft(waiting)
         self._waiting_tokens += waiting.prompt_len
         self.stats.retractions += 1
@@ -462,6 +479,7 @@ class Engine:
                 window_from = min(max(kv_len - self.swa.window - ours_from, 0), len(ours))
                 self.swa.replace(ours, theirs[ours_from:], window_from)
             self.req_to_token[row, ours_from:cached] = theirs[ours_from:]
+            self.note_row_change(row, ours_from, cached)
             self._free(ours)
         if self.swa is not None:
             self.swa.keep(self._slots(row, max(cached, ours_from), aligned))

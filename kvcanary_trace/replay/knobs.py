@@ -50,12 +50,15 @@ class EngineKnobs:
         for name, bound in least.items():
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < bound):
-                raise SettingError(f"--{name.replace('_', '-')} must be a whole number of at least {bound}, got {value!r}")
+                raise SettingError(
+                    f"--{name.replace('_', '-')} must be a whole number of at least {bound}, got {value!r}"
+                )
         if self.schedule not in ("prefill-first", "mixed"):
             raise SettingError(f"--schedule must be prefill-first or mixed, got {self.schedule!r}")
         if self.chunked_prefill_size % self.page_size:
             raise SettingError(
-                f"--chunked-prefill-size must be a multiple of --page-size {self.page_size}, got {self.chunked_prefill_size}"
+                f"--chunked-prefill-size must be a multiple of --page-size {self.page_size}, "
+                f"got {self.chunked_prefill_size}"
             )
         if self.schedule == "mixed" and self.chunked_prefill_size <= self.max_running_requests:
             raise SettingError(
@@ -129,7 +132,12 @@ class EngineSizes:
         """The `capacities` list of a run file."""
         groups = ("full", "swa") if knobs.swa_window else ("full",)
         rows: list[dict[str, Any]] = [
-            {"capacity": "verify", "group": group, "value": self.verify_capacity, "origin": self.origins["verify_capacity"]}
+            {
+                "capacity": "verify",
+                "group": group,
+                "value": self.verify_capacity,
+                "origin": self.origins["verify_capacity"],
+            }
             for group in groups
         ]
         for capacity, value, origin in (

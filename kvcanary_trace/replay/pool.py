@@ -13,7 +13,7 @@ Slots = npt.NDArray[np.int64]
 class SlotPool:
     """Pages of KV slots, handed out last in, first out, so that freed slots are soon overwritten.
 
-    Slots run from `page_size` to `page_size + capacity - 1`; those below belong to page 0, whose slot 0 is the dummy slot.
+    Slots run from `page_size` to `page_size + capacity - 1`; those below belong to page 0, as does the dummy slot 0.
     """
 
     def __init__(self, capacity: int, page_size: int = 1) -> None:
@@ -45,14 +45,16 @@ class SlotPool:
         if num_pages > self._num_free:
             raise ValueError(f"asked for {num_pages} pages, {self._num_free} are free")
         self._num_free -= num_pages
-        return self._stack[self._num_free : self._num_free + num_pages][::-1].copy()
+        pages: Slots = self._stack[self._num_free : self._num_free + num_pages][::-1].copy()
+        return pages
 
     def alloc_slots(self, num_tokens: int) -> Slots:
         """Slots of whole new pages, in order; `num_tokens` is a multiple of the page size."""
         pages = self.alloc_pages(num_tokens // self.page_size)
         if self.page_size == 1:
             return pages
-        return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
+        slots: Slots = np.add.outer(pages * self.page_size, np.arange(self.page_size, dtype=np.int64)).reshape(-1)
+        return slots
 
     def free_slots(self, slots: Slots) -> None:
         """Give whole pages back; a page counts as given with its first slot, so a partly filled last page is fine."""

@@ -1,6 +1,7 @@
 """The prefix cache: a radix tree over token pages, with reference counts and least-recently-used eviction.
 
-A node owns the KV slots of its tokens. Requests lock the path they stand on; what nobody locks is evictable, leaves first.
+A node owns the KV slots of its tokens. Requests lock the path they stand on; what nobody locks is evictable, leaves
+first.
 """
 
 from __future__ import annotations

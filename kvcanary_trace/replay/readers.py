@@ -73,9 +73,12 @@ def _read_azure(path: Path) -> Workload:
             continue
         cells = line.strip().split(",")
         if len(cells) != len(_AZURE_COLUMNS):
-            raise _bad(path, number, f"has {len(cells)} cells, wanted {len(_AZURE_COLUMNS)}: {','.join(_AZURE_COLUMNS)}")
+            raise _bad(
+                path, number, f"has {len(cells)} cells, wanted {len(_AZURE_COLUMNS)}: {','.join(_AZURE_COLUMNS)}"
+            )
         time_ns = _azure_time_ns(path, number, cells[0])
-        rows.append((time_ns, *(_count(path, number, name, cell) for name, cell in zip(_AZURE_COLUMNS[1:], cells[1:]))))
+        input_len = _count(path, number, _AZURE_COLUMNS[1], cells[1])
+        rows.append((time_ns, input_len, _count(path, number, _AZURE_COLUMNS[2], cells[2])))
     if not rows:
         raise WorkloadError(f"{path} has a header and no requests")
     rows.sort(key=lambda row: row[0])
@@ -94,7 +97,9 @@ def _azure_time_ns(path: Path, number: int, cell: str) -> int:
             raise ValueError
         when = datetime.fromisoformat(f"{match[1]}T{match[2]}").replace(tzinfo=timezone.utc)
     except ValueError:
-        raise _bad(path, number, f"TIMESTAMP must read like 2023-11-16 18:15:46.6805900, got {cell.strip()!r}") from None
+        raise _bad(
+            path, number, f"TIMESTAMP must read like 2023-11-16 18:15:46.6805900, got {cell.strip()!r}"
+        ) from None
     return int(when.timestamp()) * 1_000_000_000 + int((match[3] or "0").ljust(9, "0"))
 
 
@@ -107,7 +112,7 @@ def _is_mooncake(head: bytes) -> bool:
 
 
 def _read_mooncake(path: Path) -> Workload:
-    """Mooncake trace: milliseconds, lengths, and one hash per 512-token prefix block (the last may be partly filled)."""
+    """Mooncake trace: milliseconds, lengths, one hash per 512-token prefix block (the last may be partly filled)."""
     requests: list[Request] = []
     for number, line in _lines(path):
         if not line.strip():
@@ -235,4 +240,3 @@ FORMATS: Final[dict[str, tuple[Callable[[bytes], bool], Callable[[Path], Workloa
     "coding-conversation": (_is_conversation, _read_conversation),
 }
 """Format → (whether the first bytes are of it, its reader)."""
-

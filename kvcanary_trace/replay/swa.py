@@ -1,7 +1,8 @@
 """The sliding-window group's slots: a second pool behind `full_to_swa_index_mapping`.
 
-A token has a window slot while some running request has it within its window, and afterwards as long as the prefix cache
-keeps it and nobody needs the room. Windows are counted per token, since requests with a common prefix share tokens.
+A token has a window slot while some running request has it within its window, and afterwards as long as the prefix
+cache keeps it and nobody needs the room. Windows are counted per token, since requests with a common prefix share
+tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class SlidingWindow:
         self._unmap(mapped)
 
     def replace(self, ours: Slots, theirs: Slots, claimed_from: int) -> None:
-        """A request's tokens turn out to be cached under `theirs`: hand over claims, and window slots where it has none.
+        """A request's tokens turn out to be cached under `theirs`: hand over claims, and window slots it lacks.
 
         Args:
             ours: [n] full slots of the request, about to be freed.
@@ -83,7 +84,7 @@ class SlidingWindow:
         self._users[ours] = 0
 
     def usable_prefix(self, slots: Slots, page_size: int) -> int:
-        """Longest prefix of cached tokens, in whole pages, whose last window is still there: a request can go on there."""
+        """Longest prefix of cached tokens, in whole pages, whose last window is still there to go on from."""
         if not len(slots):
             return 0
         index = np.arange(len(slots))
@@ -94,7 +95,7 @@ class SlidingWindow:
         return int(found[-1]) + 1 if len(found) else 0
 
     def evict(self, num_tokens: int, cache: RadixCache) -> None:
-        """Take window slots from cached tokens outside every window, least recently used first, a twentieth at least."""
+        """Take window slots of cached tokens outside every window, least recently used first; a twentieth at least."""
         todo = min(max(num_tokens, self.pool.capacity // 20), self.evictable)
         for node in sorted(cache.nodes(), key=lambda node: node.last_use):
             if todo <= 0:

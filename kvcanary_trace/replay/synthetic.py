@@ -25,8 +25,8 @@ def bursty_workload(
 ) -> Workload:
     """Quiet arrivals with bursts that grow: each burst brings a few more requests at once than the one before.
 
-    Lengths are log-normal around `input_len` and `output_len` tokens. A `shared_share` of the requests begins with one of
-    four system prompts of eight blocks, so that the prefix cache has something to share. Same seed, same workload.
+    Lengths are log-normal around `input_len` and `output_len` tokens. A `shared_share` of the requests begins with one
+    of four system prompts of eight blocks, so that the prefix cache has something to share. Same seed, same workload.
 
     Raises:
         SettingError: A count or rate is not positive.
@@ -36,7 +36,9 @@ def bursty_workload(
             f"a workload needs at least 1 request of 1 token, got {num_requests} of {input_len} in, {output_len} out"
         )
     if not (burst_every_s > 0 and quiet_rate_per_s > 0):
-        raise SettingError(f"burst_every_s and quiet_rate_per_s must be positive, got {burst_every_s}, {quiet_rate_per_s}")
+        raise SettingError(
+            f"burst_every_s and quiet_rate_per_s must be positive, got {burst_every_s}, {quiet_rate_per_s}"
+        )
     rng = np.random.default_rng(seed)
     arrivals = _arrivals(num_requests, rng, burst_every_s, quiet_rate_per_s)
     inputs = np.clip(rng.lognormal(np.log(input_len), 0.6, num_requests), 8, 8 * input_len).astype(int)

@@ -37,8 +37,10 @@ def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """A bijective mixer on 64-bit words."""
     x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
     x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-    return x ^ (x >> np.uint64(32))
+    mixed: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(32))
+    return mixed
 
 
 def _ids(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.int32]:
-    return (_mixed(x) >> np.uint64(33)).clip(1).astype(np.int32)
+    ids: npt.NDArray[np.int32] = (_mixed(x) >> np.uint64(33)).clip(1).astype(np.int32)
+    return ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -170,7 +171,7 @@ def test_first_come_first_served_and_resident_load() -> None:
     engine.complete(batch)
     assert engine.now_s == pytest.approx(StepClock().duration_s(64, 0))
     batches = [batch, *drive(engine, check=False)]
-    assert all(batch.waiting_reqs >= later.waiting_reqs for batch, later in zip(batches, batches[1:], strict=False))
+    assert all(batch.waiting_reqs >= later.waiting_reqs for batch, later in pairwise(batches))
     end_state(engine)
 
 
@@ -215,9 +216,7 @@ def test_sizes_are_derived_or_refused() -> None:
     st.integers(2, 6),
     st.floats(1.0, 3.0),
 )
-def test_any_engine_is_sound(
-    seed: int, page: int, window: int, schedule: str, running: int, room: float
-) -> None:
+def test_any_engine_is_sound(seed: int, page: int, window: int, schedule: str, running: int, room: float) -> None:
     """Random load and knobs, pools from just one request upwards."""
     load = bursty_workload(12, seed=seed, input_len=40, output_len=12, burst_every_s=0.5, quiet_rate_per_s=20.0)
     pool = int((load.longest + page) * room)

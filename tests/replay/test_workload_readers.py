@@ -14,7 +14,11 @@ from kvcanary_trace.replay.synthetic import bursty_workload
 from kvcanary_trace.replay.tokens import request_tokens
 from kvcanary_trace.replay.workloads import Request, shape_workload
 
-AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46.6805900,374,44\r\n2023-11-16 18:15:50.9951690,396,109\r\n"
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+    "2023-11-16 18:15:46.6805900,374,44\r\n"
+    "2023-11-16 18:15:50.9951690,396,109\r\n"
+)
 MOONCAKE = (
     '{"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [0, 7]}\n'
     '{"timestamp": 3000, "input_length": 512, "output_length": 6, "hash_ids": [0]}\n'
@@ -112,7 +116,7 @@ def test_missing_foreign_and_binary(tmp_path: Path) -> None:
     """What is no workload at all says so."""
     with pytest.raises(WorkloadError, match="no workload at"):
         read_workload(tmp_path / "nowhere.csv")
-    with pytest.raises(WorkloadError, match="holds no .json file"):
+    with pytest.raises(WorkloadError, match=r"holds no \.json file"):
         read_workload(tmp_path)
     write(tmp_path, AZURE, "a.json")
     with pytest.raises(WorkloadError, match="is not a coding conversation"):
