@@ -113,6 +113,7 @@ class Engine:
         self._targets = np.zeros(shape[0], np.int64)  # tokens in the pool at which a row's request is done
         self._row_pool = RowPool(shape[0])
         self._by_row: list[_Running | None] = [None] * shape[0]
+        self._ones = np.ones(shape[0], np.int64)
         self._rows = np.empty(0, np.int64)  # of decoding requests, in order of admission
         self._chunked: _Running | None = None  # the request whose prompt is half in
         self._prefilled: list[tuple[_Running, int]] = []  # this step's prefills and their new lengths
@@ -178,7 +179,7 @@ class Engine:
         rows = self._decoded
         if len(rows):
             self._ratio = max(_RATIO_LEAST, self._ratio - (_RATIO_START - _RATIO_LEAST) / _RATIO_STEPS)
-            lens = self.kv_lens[rows] + 1
+            lens = batch.prefix_lens[batch.num_prefills :] + 1
             self.kv_lens[rows] = lens
             if self.swa is not None:
                 gone = lens - self.swa.window - 1
@@ -186,7 +187,7 @@ class Engine:
                 self.swa.leave(self.req_to_token[rows[out], gone[out]].astype(np.int64))
             done = lens >= self._targets[rows]
             if done.any():
-                self._rows = self._rows[~np.isin(self._rows, rows[done])]
+                self._rows = rows[~done]  # every decoding request was in the batch
                 for row in rows[done].tolist():
                     self._finish(self._at(row))
         started = [running for running, new_len in self._prefilled if self._prefill_done(running, new_len)]
@@ -199,7 +200,7 @@ class Engine:
         """Put prefills and decodes side by side, prefills first."""
         if decode is not None and not prefills:
             rows, prefix_lens, slots = decode
-            extend_lens = np.ones(len(rows), np.int64)
+            extend_lens = self._ones[: len(rows)]
             positions, mode = prefix_lens, "decode"
             input_ids = self.tokens[rows, prefix_lens].astype(np.int64)
         else:
