@@ -2,8 +2,8 @@
 
     python benchmarks/replay.py [--workloads DIR] [--only azure mooncake coding] [--json FILE]
 
-Each workload runs as a process of its own, so that peak memory is its own. Bars are for 2 cores with default knobs: PARTIAL
-fingerprints, HEAD and TAIL, tracing on. Exit code 1 if one is missed, or if a clean replay has a violation.
+Each workload runs as a process of its own, so that peak memory is its own. Bars are for 2 cores with default knobs:
+PARTIAL fingerprints, HEAD and TAIL, tracing on. Exit code 1 if one is missed, or if a clean replay has a violation.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ def measure(name: str, workloads: Path) -> dict[str, Any]:
         started_s = time.perf_counter()
         result = replay_workload(load, Path(folder), progress=False)
         wall_s = time.perf_counter() - started_s
-        rows = ds.dataset(Path(folder) / "steps", partitioning="hive").to_table(
-            columns=["verify_ns", "plan_ns", "write_ns"]
-        )
+        steps = ds.dataset(Path(folder) / "steps", partitioning="hive")
+        rows = steps.to_table(columns=["plan_ns", "verify_ns", "write_ns"])
     stages = {column: sum(value or 0 for value in rows[column].to_pylist()) / 1e9 for column in rows.column_names}
     return {
         "workload": name,
@@ -93,9 +92,8 @@ def main() -> int:
         print(json.dumps(measure(options.measure, options.workloads)))
         return 0
     report: dict[str, Any] = {"cores": os.cpu_count(), "machine": platform.machine(), "results": [], "missed": {}}
-    print(
-        f"{'workload':10}{'steps':>8}{'entries':>14}{'wall s':>8}{'plan':>7}{'verify':>8}{'write':>7}{'M/s':>7}{'MiB':>6}"
-    )
+    widths = {"steps": 8, "entries": 14, "wall s": 8, "plan s": 8, "verify s": 9, "write s": 8, "M/s": 7, "MiB": 6}
+    print("workload  " + "".join(f"{title:>{width}}" for title, width in widths.items()))
     for name in options.only:
         command = [sys.executable, __file__, "--measure", name, "--workloads", str(options.workloads)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -106,8 +104,8 @@ def main() -> int:
             report["missed"][name] = missed
         rate = (figures["entries_per_s_per_endpoint"] or 0) / 1e6
         print(
-            f"{name:10}{figures['steps']:8,}{figures['entries']:14,}{figures['wall_s']:8.1f}{figures['plan_s']:7.1f}"
-            f"{figures['verify_s']:8.1f}{figures['write_s']:7.1f}{rate:7.1f}{figures['peak_bytes'] >> 20:6}",
+            f"{name:10}{figures['steps']:8,}{figures['entries']:14,}{figures['wall_s']:8.1f}{figures['plan_s']:8.1f}"
+            f"{figures['verify_s']:9.1f}{figures['write_s']:8.1f}{rate:7.1f}{figures['peak_bytes'] >> 20:6}",
             flush=True,
         )
     for name, missed in report["missed"].items():

@@ -175,6 +175,23 @@ def test_first_come_first_served_and_resident_load() -> None:
     end_state(engine)
 
 
+def test_a_retracted_request_comes_back_first_with_its_output() -> None:
+    """It goes ahead of newcomers, and brings its generated tokens along."""
+    requests = tuple(Request(0.0, 40, 60, np.empty(0, np.int64)) for _ in range(4))
+    engine = Engine(Workload("four", "test", requests), replace(ROOMY, max_total_tokens=160, max_running_requests=2))
+    memory, before = Memory(engine), 0
+    while (batch := engine.schedule()) is not None:
+        memory.check(batch)
+        if engine.stats.retractions > before:
+            before = engine.stats.retractions
+            back, *newcomers = [waiting.number for waiting in engine._waiting]
+            assert engine._waiting[0].prompt_len > 40
+            assert all(back < number for number in newcomers)
+        engine.complete(batch)
+    assert before > 0
+    end_state(engine)
+
+
 def test_closed_loop_waits_for_the_answer_and_reuses_its_prefix() -> None:
     """The second request comes after the first is done and has been thought about, and shares its prompt."""
     first = Request(0.0, 128, 10, np.array([1, 2]), 64, scope=0)
