@@ -167,6 +167,7 @@ class ProbeWord(IntEnum):
     PLAN_NS = 23
     VERIFY_NS = 24
     WRITE_NS = 25
+    VIOLATIONS_NEW = 26
     SEQ_END = 31
 
 

@@ -1,6 +1,6 @@
 """Errors that a user can act on. The message says what, what was wanted, what came, and what to do.
 
-Bad arguments of a call are plain `ValueError` or `TypeError`; everything else that we raise derives from `KvCanaryError`.
+Bad arguments of a call are plain `ValueError` or `TypeError`; all else that we raise derives from `KvCanaryError`.
 """
 
 from __future__ import annotations

@@ -87,6 +87,7 @@ class HostWord(IntEnum):
     TRACE_ID_HIGH = 17
     TRACE_ID_LOW = 18
     SPAN_ID = 19
+    DEVICE_ROWS = 20  # probe rows of this forward; NOT_MEASURED where the host cannot know (graph replays)
     SEQ_END = 31
 
 
@@ -151,7 +152,7 @@ STEPS: Final = Table(
         *_KEY,
         _GROUP,
         Column("kind", _NAME, "", "forward or sweep", _P.KIND, StepKind),
-        Column("seq", _INT, "{row}", "row's number in its ring; a gap is a lost row", _P.SEQ),
+        Column("seq", _INT, "{row}", "row's number in its ring (bits 40 up: the ring); a gap is a lost row", _P.SEQ),
         Column("time", _TIME, "ns", "when the row was taken: device clock, else host clock, UTC"),
         Column("mode", _NAME, "", "prefill, decode, mixed, target_verify, draft_extend, idle or unknown", _H.MODE, Mode),
         Column("graph_replay", _FLAG, "1", "whether the forward was a CUDA-graph replay", _H.GRAPH_REPLAY),
@@ -172,7 +173,7 @@ STEPS: Final = Table(
         Column("seq_len_max", _INT, "{token}", "longest prefix plus extend; demand on req_to_token", _P.SEQ_LEN_MAX),
         Column("req_to_token_width", _INT, "{token}", "tokens that a row of req_to_token holds", _P.REQ_TO_TOKEN_WIDTH),
         Column("violations", _INT, "{violation}", "violations since the ring was made", _P.VIOLATIONS),
-        Column("violations_new", _INT, "{violation}", "violations since the row before of this ring"),
+        Column("violations_new", _INT, "{violation}", "violations since the row before of this ring", _P.VIOLATIONS_NEW),
         Column("violation_ring_capacity", _INT, "{violation}", "violation rows kept in detail", _P.VIOLATION_RING_CAPACITY),
         Column("kv_used", _INT, "{token}", "KV slots held, evictable cache excluded", _H.KV_USED),
         Column("kv_capacity", _INT, "{token}", "KV slots in the pool", _H.KV_CAPACITY),
