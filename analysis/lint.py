@@ -109,7 +109,7 @@ def lint(
     settings = _settings(arguments, os.environ if environment is None else environment, sizes)
     known = {name: setting.value for name, setting in settings.items()}
     findings, unchecked = [], {}
-    for rule in _RULES:
+    for rule in RULES:
         missing = tuple(name for name in rule.needs if name not in known)
         if missing:
             unchecked[rule.id] = missing
@@ -294,7 +294,7 @@ def _power_of_two(need: float) -> int:
     return 1 << (int(need) - 1).bit_length()
 
 
-_RULES: Final = (
+RULES: Final = (
     _Rule("request-pool-over-plan-block", ("write_req_capacity",), _request_pool),
     _Rule("graph-batch-over-write-req", ("graph_max_bs", "write_req_capacity"), _graph_batch),
     _Rule("running-requests-over-write-req", ("request_pool", "write_req_capacity"), _admission),

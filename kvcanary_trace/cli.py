@@ -22,9 +22,12 @@ COMMANDS: Final = {
     "demo": "kvcanary_trace.replay.commands",
     "replay": "kvcanary_trace.replay.commands",
     "analyze": "kvcanary_trace.analysis.commands",
-    "recover": "kvcanary_trace.replay.commands",
+    "lint": "kvcanary_trace.analysis.lint_command",
 }
 """Command → the module with a function of that name."""
+
+TAKES_FOREIGN_OPTIONS: Final = frozenset({"lint"})
+"""Commands whose arguments are another program's options."""
 
 
 class _LazyGroup(TyperGroup):
@@ -37,7 +40,8 @@ class _LazyGroup(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        one.command(cmd_name)(getattr(import_module(COMMANDS[cmd_name]), cmd_name))
+        settings = {"ignore_unknown_options": True} if cmd_name in TAKES_FOREIGN_OPTIONS else {}
+        one.command(cmd_name, context_settings=settings)(getattr(import_module(COMMANDS[cmd_name]), cmd_name))
         return typer.main.get_command(one)
 
 
