@@ -1,76 +1,78 @@
-"""Which implementation runs a launch: torch on the host, Triton on a CUDA device, or the one asked for."""
+"""Which backend a launcher runs on: the device decides, a user may override.
+
+A backend is a module with `plan`, `plan_offsets`, `plan_entries`, `verify`, `write` and `skipped_entries`; what it is
+given has passed `checks`.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cache
 from importlib import import_module
-from typing import Any, Final
+from importlib.util import find_spec
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
-NAMES: Final = ("torch", "triton")
-VARIABLE: Final = "KVCANARY_TRACE_BACKEND"
+BackendName: TypeAlias = Literal["torch", "triton"]
 
-_asked: ContextVar[str | None] = ContextVar("kvcanary_backend", default=None)
+BACKEND_VARIABLE: Final = "KVCANARY_TRACE_BACKEND"
+_NAMES: Final = ("torch", "triton")
+
+_by_device: dict[torch.device, Any] = {}
+_forced: Any = None
 
 
-@contextmanager
-def use_backend(name: str | None) -> Iterator[None]:
-    """Run the launches of a block on one backend: `"torch"`, `"triton"`, or None for the default.
+def _module(name: str) -> Any:
+    if name not in _NAMES:
+        raise ValueError(f"kv-canary: backend must be one of {', '.join(_NAMES)}, got {name!r}")
+    return import_module(f".{name}_backend", __package__)
 
-    Triton runs on CPU tensors only in its interpreter, with `TRITON_INTERPRET=1` set before triton is imported.
 
-    Raises:
-        ValueError: No backend has that name.
-    """
-    token = _asked.set(_checked(name))
-    try:
-        yield
-    finally:
-        _asked.reset(token)
+def _choose(device: torch.device) -> Any:
+    asked = os.environ.get(BACKEND_VARIABLE, "").strip()
+    if asked:
+        if asked not in _NAMES:
+            raise ValueError(f"kv-canary: {BACKEND_VARIABLE} must be one of {', '.join(_NAMES)}, got {asked!r}")
+        return _module(asked)
+    if device.type == "cuda" and find_spec("triton") is not None:
+        return _module("triton")
+    return _module("torch")
 
 
 def backend_for(device: torch.device) -> Any:
-    """The module whose `plan_offsets`, `plan_entries`, `verify`, `write` and `skipped_entries` serve a device.
+    """The backend that launchers use for tensors on `device`.
+
+    `use_backend` comes first, then the environment's KVCANARY_TRACE_BACKEND (read at a device's first launch), then the
+    default: Triton on CUDA where it is installed, torch elsewhere.
 
     Raises:
-        ValueError: `KVCANARY_TRACE_BACKEND` names no backend.
+        ValueError: KVCANARY_TRACE_BACKEND names no backend.
+        ImportError: it names Triton, which is not installed.
     """
-    return _module(_asked.get() or _default(device.type))
+    if _forced is not None:
+        return _forced
+    module = _by_device.get(device)
+    if module is None:
+        module = _by_device.setdefault(device, _choose(device))
+    return module
 
 
-def skipped_entries(device: torch.device) -> torch.Tensor:
-    """[1] int64 on `device`: entries left out so far because they lay outside a buffer, a map or a row."""
-    counter: torch.Tensor = backend_for(device).skipped_entries(device)
-    return counter
+@contextmanager
+def use_backend(name: BackendName | None) -> Iterator[None]:
+    """Run every launch of the process inside the block on one backend; None gives the choice back to the device.
 
+    Triton works on CPU tensors only where TRITON_INTERPRET=1 was set before triton was first imported.
 
-def _default(device_type: str) -> str:
-    asked = _checked(os.environ.get(VARIABLE) or None)
-    if asked is not None:
-        return asked
-    return "triton" if device_type == "cuda" and _has_triton() else "torch"
-
-
-def _checked(name: str | None) -> str | None:
-    if name is not None and name not in NAMES:
-        raise ValueError(f"kv-canary: no backend is called {name!r}; there are {', '.join(NAMES)}")
-    return name
-
-
-@cache
-def _has_triton() -> bool:
+    Raises:
+        ValueError: `name` is not a backend's.
+        ImportError: Triton was asked for and is not installed.
+    """
+    global _forced
+    before = _forced
+    _forced = None if name is None else _module(name)
     try:
-        import_module("triton")
-    except ImportError:
-        return False
-    return True
-
-
-@cache
-def _module(name: str) -> Any:
-    return import_module(f".{name}_backend", __package__)
+        yield
+    finally:
+        _forced = before

@@ -1,14 +1,16 @@
-"""Every refusal of the launchers, made before anything is written.
+"""Every argument check of the launchers and buffers, in SGLang's order and with its first sentences.
 
-First sentences are the contract's, in SGLang's order of checks; what a message means to a user and what to do follows in its
-second sentence. Checks only read attributes, so SGLang's own plans and contexts pass.
+What an error means to a user and how to get past it is a note on the exception (Python 3.11 and later print notes), so
+that the first sentence stays SGLang's. Nothing here writes to a tensor or reads one's contents.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import Tensor
 
 from .layout import (
     MAX_REAL_KV_SOURCES,
@@ -22,398 +24,455 @@ from .layout import (
 )
 
 if TYPE_CHECKING:
-    from .buffers import VerifyOrWriteContext, VerifyPlan, WritePlan
+    from .buffers import RealKvSource, VerifyOrWriteContext, VerifyPlan, WritePlan
 
-Named = tuple[str, torch.Tensor]
+_INT64: Final = torch.int64
+_INT32: Final = torch.int32
 
-VERIFY_PLAN_ENTRIES = (
-    "verify_slot_indices",
-    "verify_expected_tokens",
-    "verify_expected_positions",
-    "verify_prev_slot_indices",
+_NOTE_CONTIGUOUS = "Kernels walk the memory by index: pass a contiguous tensor, not a strided view."
+_NOTE_BS = (
+    "The launch carries more requests than the plan has rows for. Allocate WritePlan with a larger write_req_capacity "
+    "(SGLang: --cuda-graph-max-bs-decode or --max-running-requests), or split the batch with plan_chunks(...)."
 )
+_NOTE_BLOCK = "Split the batch with plan_chunks(...), or admit fewer requests (SGLang: --max-running-requests)."
+_NOTE_CAPACITY = "verify_capacity is the plan's own: pass verify_plan_out.verify_slot_indices.shape[0]."
+_NOTE_MAPPING = "A sliding-window group has slots of its own: pass the pool's full-to-SWA mapping, or window 0."
+_NOTE_SOURCE = "The fold reads 16 bytes at a time: give the source a layout in multiples of 16 bytes."
+_NOTE_DEVICE = "Tensors of one launch live on one device."
 
 
-# --- real K/V sources -------------------------------------------------------------------------------------------------
+def refusal(sentence: str, note: str | None = None) -> ValueError:
+    """A ValueError that begins `kv-canary: `, with what to do about it as a note."""
+    error = ValueError(f"kv-canary: {sentence}")
+    if note is not None and hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(note)
+    return error
 
 
-def check_real_kv_source(tensor: torch.Tensor, page_size: int, num_bytes_per_token: int, read_bytes: int) -> None:
-    """Refuse a source whose bytes cannot be addressed as `RealKvSource` says."""
-    what = "kv-canary: RealKvSource."
-    align = REAL_KV_ALIGN_BYTES
+# --- buffers --------------------------------------------------------------------------------------------------------
+
+
+def check_capacity(name: str, capacity: int) -> None:
+    """Refuse a capacity below 1."""
+    if capacity <= 0:
+        raise refusal(f"{name} must be positive, got {capacity}")
+
+
+def check_source(source: RealKvSource) -> None:
+    """Refuse a source whose slots the fold cannot address."""
+    page_size, token_bytes, read_bytes = source.page_size, source.num_bytes_per_token, source.read_bytes
     if page_size < 1:
-        raise ValueError(f"{what}page_size must be >= 1, got {page_size}")
-    if num_bytes_per_token <= 0 or num_bytes_per_token % align:
-        raise ValueError(f"{what}num_bytes_per_token must be a positive multiple of {align}, got {num_bytes_per_token}")
-    if read_bytes <= 0 or read_bytes > num_bytes_per_token or read_bytes % align:
-        raise ValueError(
-            f"{what}read_bytes must be a positive multiple of {align} in "
-            f"(0, num_bytes_per_token={num_bytes_per_token}], got {read_bytes}"
+        raise refusal(f"RealKvSource.page_size must be >= 1, got {page_size}")
+    if token_bytes <= 0 or token_bytes % REAL_KV_ALIGN_BYTES:
+        raise refusal(
+            f"RealKvSource.num_bytes_per_token must be a positive multiple of 16, got {token_bytes}", _NOTE_SOURCE
         )
+    if not 0 < read_bytes <= token_bytes or read_bytes % REAL_KV_ALIGN_BYTES:
+        raise refusal(
+            "RealKvSource.read_bytes must be a positive multiple of 16 in "
+            f"(0, num_bytes_per_token={token_bytes}], got {read_bytes}",
+            _NOTE_SOURCE,
+        )
+    tensor = source.tensor
     shape = tuple(tensor.shape)
     if tensor.ndim < 2:
-        raise ValueError(f"{what}tensor must be at least 2-D, got shape {shape}")
-    stride_bytes = tensor.stride(0) * tensor.element_size()
-    if stride_bytes % align:
-        raise ValueError(
-            f"{what}tensor row stride must be a multiple of {align} bytes, got {stride_bytes} bytes "
-            f"(shape={shape}, strides={tuple(tensor.stride())}, dtype={tensor.dtype})"
+        raise refusal(f"RealKvSource.tensor must be at least 2-D, got shape {shape}", "View it as [rows, row_bytes].")
+    item_bytes = tensor.element_size()
+    stride_bytes = tensor.stride(0) * item_bytes
+    if stride_bytes % REAL_KV_ALIGN_BYTES:
+        raise refusal(
+            f"RealKvSource.tensor row stride must be a multiple of 16 bytes, got {stride_bytes} bytes "
+            f"(shape={shape}, strides={tuple(tensor.stride())}, dtype={tensor.dtype})",
+            _NOTE_SOURCE,
         )
-    row_bytes, need = shape[1] * tensor.element_size(), page_size * num_bytes_per_token
-    if row_bytes < need:
-        raise ValueError(
-            f"{what}tensor row is {row_bytes} bytes wide but page_size={page_size} x "
-            f"num_bytes_per_token={num_bytes_per_token} needs {need} (shape={shape}, dtype={tensor.dtype})"
+    row_bytes = shape[1] * item_bytes
+    if row_bytes < page_size * token_bytes:
+        raise refusal(
+            f"RealKvSource.tensor row is {row_bytes} bytes wide but page_size={page_size} x "
+            f"num_bytes_per_token={token_bytes} needs {page_size * token_bytes} (shape={shape}, dtype={tensor.dtype})",
+            "A narrower row would fingerprint bytes of the next one: check page_size against the pool's layout.",
         )
 
 
-# --- plan -------------------------------------------------------------------------------------------------------------
+# --- single tensors -------------------------------------------------------------------------------------------------
+
+
+def _contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise refusal(f"{name} must be contiguous", _NOTE_CONTIGUOUS)
+
+
+def _dtype(name: str, tensor: Tensor, want: torch.dtype) -> None:
+    if tensor.dtype != want:
+        raise refusal(f"{name} must have dtype {want}, got {tensor.dtype}")
+
+
+def _ndim(name: str, tensor: Tensor, ndim: int) -> None:
+    if tensor.ndim != ndim:
+        raise refusal(f"{name} must be {ndim}-D, got shape {tuple(tensor.shape)}")
+
+
+def _length(name: str, tensor: Tensor, want: int) -> None:
+    _ndim(name, tensor, 1)
+    if tensor.shape[0] != want:
+        raise refusal(f"{name} length must be {want}, got {tensor.shape[0]}")
+
+
+def _min_length(name: str, tensor: Tensor, least: int) -> None:
+    _ndim(name, tensor, 1)
+    if tensor.shape[0] < least:
+        raise refusal(f"{name} length must be >= {least}, got {tensor.shape[0]}")
+
+
+def _same_device(name: str, tensor: Tensor, owner: str, device: torch.device) -> None:
+    if tensor.device != device:
+        raise refusal(f"{name} must be on {owner}'s device {device}, got {tensor.device}", _NOTE_DEVICE)
+
+
+def _vectors(vectors: Iterable[tuple[str, Tensor, torch.dtype, int]], owner: str, device: torch.device) -> None:
+    """Check (name, tensor, dtype, length) rows against one device."""
+    for name, tensor, dtype, length in vectors:
+        if (
+            tensor.dtype is not dtype
+            or tensor.ndim != 1
+            or tensor.shape[0] != length
+            or tensor.device != device
+            or not tensor.is_contiguous()
+        ):
+            _contiguous(name, tensor)
+            _dtype(name, tensor, dtype)
+            _length(name, tensor, length)
+            _same_device(name, tensor, owner, device)
+
+
+# --- plan -----------------------------------------------------------------------------------------------------------
+
+
+def check_offsets(
+    *,
+    req_pool_indices: Tensor,
+    prefix_lens: Tensor,
+    extend_seq_lens: Tensor,
+    req_to_token: Tensor,
+    full_to_swa_index_mapping: Tensor | None,
+    out_verify_offsets_scratch: Tensor,
+    out_write_offsets: Tensor,
+    out_write_seed_slot_indices: Tensor,
+    out_verify_num_valid: Tensor,
+    out_verify_enable: Tensor,
+    out_write_num_valid_reqs: Tensor,
+) -> None:
+    """Refuse what `launch_plan_offsets_kernel` cannot work on."""
+    lut = full_to_swa_index_mapping
+    tensors = [
+        ("req_pool_indices", req_pool_indices, _INT64),
+        ("prefix_lens", prefix_lens, _INT64),
+        ("extend_seq_lens", extend_seq_lens, _INT64),
+        ("req_to_token", req_to_token, _INT32),
+        ("out_verify_offsets_scratch", out_verify_offsets_scratch, _INT64),
+        ("out_write_offsets", out_write_offsets, _INT64),
+        ("out_write_seed_slot_indices", out_write_seed_slot_indices, _INT64),
+        ("out_verify_num_valid", out_verify_num_valid, _INT32),
+        ("out_verify_enable", out_verify_enable, _INT32),
+        ("out_write_num_valid_reqs", out_write_num_valid_reqs, _INT32),
+    ]
+    if lut is not None:
+        tensors.insert(4, ("lut_tensor", lut, _INT64))
+    for name, tensor, _ in tensors:
+        _contiguous(name, tensor)
+    for name, tensor, dtype in tensors:
+        _dtype(name, tensor, dtype)
+    if not req_pool_indices.ndim:
+        _ndim("req_pool_indices", req_pool_indices, 1)
+    bs = req_pool_indices.shape[0]
+    if bs > MAX_REQS_PER_LAUNCH:
+        raise refusal(f"offsets kernel bs must be in [0, {MAX_REQS_PER_LAUNCH}], got {bs}", _NOTE_BLOCK)
+    for name, tensor in (
+        ("out_write_offsets", out_write_offsets),
+        ("out_write_seed_slot_indices", out_write_seed_slot_indices),
+    ):
+        if not tensor.ndim:
+            _ndim(name, tensor, 1)
+    offsets_len, req_capacity = out_write_offsets.shape[0], out_write_seed_slot_indices.shape[0]
+    if offsets_len <= 0:
+        raise refusal(f"write_offsets_len must be positive, got {offsets_len}")
+    if lut is not None and lut.ndim and lut.shape[0] <= 0:
+        raise refusal("lut_len must be positive when has_swa_lut is True", _NOTE_MAPPING)
+    _length("req_pool_indices", req_pool_indices, bs)
+    _length("prefix_lens", prefix_lens, bs)
+    _length("extend_seq_lens", extend_seq_lens, bs)
+    _ndim("req_to_token", req_to_token, 2)
+    if lut is not None:
+        _ndim("lut_tensor", lut, 1)
+    _min_length("out_verify_offsets_scratch", out_verify_offsets_scratch, VERIFY_OFFSETS_SCRATCH_LEN)
+    _ndim("out_write_offsets", out_write_offsets, 1)
+    _ndim("out_write_seed_slot_indices", out_write_seed_slot_indices, 1)
+    _length("out_verify_num_valid", out_verify_num_valid, 1)
+    _length("out_verify_enable", out_verify_enable, 1)
+    _length("out_write_num_valid_reqs", out_write_num_valid_reqs, 1)
+    if offsets_len != req_capacity + 1:
+        raise refusal(f"write_offsets_len must equal write_req_capacity + 1, got {offsets_len} and {req_capacity}")
+    if bs > req_capacity:
+        raise refusal(f"bs={bs} exceeds write_req_capacity={req_capacity}", _NOTE_BS)
+    device = out_verify_offsets_scratch.device
+    for name, tensor, _ in tensors:
+        if tensor.device != device:
+            _same_device(name, tensor, "out_verify_offsets_scratch", device)
+
+
+def check_entries(
+    *,
+    req_pool_indices: Tensor,
+    prefix_lens: Tensor,
+    req_to_token: Tensor,
+    full_to_swa_index_mapping: Tensor | None,
+    verify_offsets_scratch: Tensor,
+    verify_enable: Tensor,
+    out_verify_slot_indices: Tensor,
+    out_verify_expected_tokens: Tensor,
+    out_verify_expected_positions: Tensor,
+    out_verify_prev_slot_indices: Tensor,
+    req_to_verify_expected_tokens: Tensor | None,
+    req_to_verify_expected_tokens_valid_lens: Tensor | None,
+    rotate_cursor: Tensor | None,
+) -> None:
+    """Refuse what `launch_plan_entries_kernel` cannot work on."""
+    pool, valid_lens = req_to_verify_expected_tokens, req_to_verify_expected_tokens_valid_lens
+    if pool is not None and valid_lens is None:
+        raise refusal(
+            "launch_plan_entries_kernel requires req_to_verify_expected_tokens_valid_lens when "
+            "req_to_verify_expected_tokens is set",
+            "A pool row may hold the tail of an earlier request: valid_lens says how much of it counts.",
+        )
+    if not req_pool_indices.ndim:
+        _ndim("req_pool_indices", req_pool_indices, 1)
+    bs, device, owner = req_pool_indices.shape[0], verify_offsets_scratch.device, "out_verify_offsets_scratch"
+    capacity = out_verify_slot_indices.shape[0] if out_verify_slot_indices.ndim else 0
+    if bs > MAX_REQS_PER_LAUNCH:
+        raise refusal(f"offsets kernel bs must be in [0, {MAX_REQS_PER_LAUNCH}], got {bs}", _NOTE_BLOCK)
+    vectors = [
+        ("req_pool_indices", req_pool_indices, _INT64, bs),
+        ("prefix_lens", prefix_lens, _INT64, bs),
+        ("verify_enable", verify_enable, _INT32, 1),
+        ("out_verify_slot_indices", out_verify_slot_indices, _INT64, capacity),
+        ("out_verify_expected_tokens", out_verify_expected_tokens, _INT64, capacity),
+        ("out_verify_expected_positions", out_verify_expected_positions, _INT64, capacity),
+        ("out_verify_prev_slot_indices", out_verify_prev_slot_indices, _INT64, capacity),
+    ]
+    if full_to_swa_index_mapping is not None:
+        lut_len = full_to_swa_index_mapping.shape[0] if full_to_swa_index_mapping.ndim else 0
+        vectors.append(("lut_tensor", full_to_swa_index_mapping, _INT64, lut_len))
+    if pool is not None and valid_lens is not None:
+        vectors.append(("req_to_verify_expected_tokens_valid_lens", valid_lens, _INT64, bs))
+    if rotate_cursor is not None:
+        vectors.append(("rotate_cursor", rotate_cursor, _INT64, 1))
+    _vectors(vectors, owner, device)
+    tables = [("req_to_token", req_to_token)]
+    if pool is not None:
+        tables.append(("req_to_verify_expected_tokens", pool))
+    for name, table in tables:
+        _contiguous(name, table)
+        _dtype(name, table, _INT32)
+        _ndim(name, table, 2)
+        _same_device(name, table, owner, device)
+    _contiguous("verify_offsets_scratch", verify_offsets_scratch)
+    _dtype("verify_offsets_scratch", verify_offsets_scratch, _INT64)
+    _min_length("verify_offsets_scratch", verify_offsets_scratch, bs + 1)
+
+
+def check_overflow(overflow: str, rotate_cursor: Tensor | None) -> None:
+    """Refuse an unknown overflow policy, or a rotating one without its cursor."""
+    if overflow not in ("skip", "rotate"):
+        raise refusal(f"overflow must be 'skip' or 'rotate', got {overflow!r}")
+    if overflow == "rotate" and rotate_cursor is None:
+        raise refusal(
+            "rotate_cursor is required when overflow='rotate'",
+            "Keep one torch.zeros(1, dtype=torch.int64, device=...) per plan; each launch moves it on.",
+        )
+    if overflow == "skip" and rotate_cursor is not None:
+        raise refusal("rotate_cursor must be None when overflow='skip'", "Pass overflow='rotate' to use the cursor.")
 
 
 def check_plan(
     *,
     verify_plan_out: VerifyPlan,
-    req_pool_indices: torch.Tensor,
+    req_pool_indices: Tensor,
     swa_window_size: int,
-    full_to_swa_index_mapping: torch.Tensor | None,
+    full_to_swa_index_mapping: Tensor | None,
     verify_capacity: int,
+    overflow: str,
+    rotate_cursor: Tensor | None,
 ) -> None:
-    """What `launch_canary_plan_kernels` refuses before its two launches' own checks."""
-    what = "kv-canary: launch_canary_plan_kernels"
+    """Refuse what `launch_canary_plan_kernels` cannot work on, before its two kernels' own checks."""
     if swa_window_size > 0 and full_to_swa_index_mapping is None:
-        raise ValueError(
-            f"{what} requires full_to_swa_index_mapping when swa_window_size > 0. "
-            "Without it a sliding-window plan would carry slots of the full pool: pass the pool's mapping."
+        raise refusal(
+            "launch_canary_plan_kernels requires full_to_swa_index_mapping when swa_window_size > 0", _NOTE_MAPPING
         )
-    bs = _batch_size(req_pool_indices)
+    if not req_pool_indices.ndim:
+        _ndim("req_pool_indices", req_pool_indices, 1)
+    bs = req_pool_indices.shape[0]
     if bs > MAX_REQS_PER_LAUNCH:
-        raise ValueError(
-            f"{what} supports at most bs={MAX_REQS_PER_LAUNCH} reqs per launch, got bs={bs}. "
-            "Lower --max-running-requests, or split the batch with plan_chunks."
+        raise refusal(
+            f"launch_canary_plan_kernels supports at most bs={MAX_REQS_PER_LAUNCH} reqs per launch, got bs={bs}. "
+            "Split the batch with plan_chunks(...).",
+            _NOTE_BLOCK,
         )
-    entries = verify_plan_out.verify_slot_indices.shape[0]
-    if verify_capacity != entries:
-        raise ValueError(
-            f"{what} verify_capacity={verify_capacity} does not match "
-            f"verify_plan_out.verify_slot_indices.shape[0]={entries}. "
-            "Pass the size that the plan was allocated with."
+    slots = verify_plan_out.verify_slot_indices
+    if not slots.ndim:
+        _ndim("out_verify_slot_indices", slots, 1)
+    if verify_capacity != slots.shape[0]:
+        raise refusal(
+            f"launch_canary_plan_kernels verify_capacity={verify_capacity} does not match "
+            f"verify_plan_out.verify_slot_indices.shape[0]={slots.shape[0]}",
+            _NOTE_CAPACITY,
         )
+    check_overflow(overflow, rotate_cursor)
 
 
-def check_plan_offsets(
-    *,
-    req_pool_indices: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    extend_seq_lens: torch.Tensor,
-    req_to_token: torch.Tensor,
-    full_to_swa_index_mapping: torch.Tensor | None,
-    out_verify_offsets_scratch: torch.Tensor,
-    out_write_offsets: torch.Tensor,
-    out_write_seed_slot_indices: torch.Tensor,
-    out_verify_num_valid: torch.Tensor,
-    out_verify_enable: torch.Tensor,
-    out_write_num_valid_reqs: torch.Tensor,
-) -> None:
-    """What `launch_plan_offsets_kernel` refuses: layout, type, size, place."""
-    lut = full_to_swa_index_mapping
-    int64: tuple[Named, ...] = (
-        ("req_pool_indices", req_pool_indices),
-        ("prefix_lens", prefix_lens),
-        ("extend_seq_lens", extend_seq_lens),
-    )
-    outputs: tuple[Named, ...] = (
-        ("out_verify_offsets_scratch", out_verify_offsets_scratch),
-        ("out_write_offsets", out_write_offsets),
-        ("out_write_seed_slot_indices", out_write_seed_slot_indices),
-    )
-    cells: tuple[Named, ...] = (
-        ("out_verify_num_valid", out_verify_num_valid),
-        ("out_verify_enable", out_verify_enable),
-        ("out_write_num_valid_reqs", out_write_num_valid_reqs),
-    )
-    mapping: tuple[Named, ...] = () if lut is None else (("lut_tensor", lut),)
-    tensors = (*int64, ("req_to_token", req_to_token), *mapping, *outputs, *cells)
-    bs = _batch_size(req_pool_indices)
-    offsets_len = _length(out_write_offsets, "out_write_offsets")
-    capacity = _length(out_write_seed_slot_indices, "out_write_seed_slot_indices")
-    for name, tensor in tensors:
-        _check_contiguous(tensor, name)
-    int32 = {"req_to_token", *(name for name, _ in cells)}
-    for name, tensor in tensors:
-        _check_dtype(tensor, name, torch.int32 if name in int32 else torch.int64)
-    if bs > MAX_REQS_PER_LAUNCH:
-        raise ValueError(
-            f"kv-canary: offsets kernel bs must be in [0, {MAX_REQS_PER_LAUNCH}], got {bs}. "
-            "Split the batch with plan_chunks."
-        )
-    if offsets_len <= 0:
-        raise ValueError(f"kv-canary: write_offsets_len must be positive, got {offsets_len}")
-    if lut is not None and _length(lut, "lut_tensor") <= 0:
-        raise ValueError("kv-canary: lut_len must be positive when has_swa_lut is True")
-    for name, tensor in int64:
-        _check_length(tensor, name, bs)
-    if req_to_token.ndim != 2:
-        raise ValueError(f"kv-canary: req_to_token must be 2-D, got shape {tuple(req_to_token.shape)}")
-    if lut is not None:
-        _check_1d(lut, "lut_tensor")
-    _check_1d(out_verify_offsets_scratch, "out_verify_offsets_scratch")
-    if out_verify_offsets_scratch.shape[0] < VERIFY_OFFSETS_SCRATCH_LEN:
-        raise ValueError(
-            f"kv-canary: out_verify_offsets_scratch length must be >= {VERIFY_OFFSETS_SCRATCH_LEN}, "
-            f"got {out_verify_offsets_scratch.shape[0]}"
-        )
-    _check_1d(out_write_offsets, "out_write_offsets")
-    _check_1d(out_write_seed_slot_indices, "out_write_seed_slot_indices")
-    for name, tensor in cells:
-        _check_length(tensor, name, 1)
-    if offsets_len != capacity + 1:
-        raise ValueError(
-            f"kv-canary: write_offsets_len must equal write_req_capacity + 1, got {offsets_len} and {capacity}. "
-            "Allocate both with WritePlan.allocate."
-        )
-    if bs > capacity:
-        raise ValueError(
-            f"kv-canary: bs={bs} exceeds write_req_capacity={capacity}. "
-            "Raise --max-running-requests or --cuda-graph-max-bs-decode, or split the batch with plan_chunks."
-        )
-    device = out_verify_offsets_scratch.device
-    for name, tensor in tensors:
-        if tensor.device != device:
-            raise ValueError(
-                f"kv-canary: {name} must be on out_verify_offsets_scratch's device {device}, got {tensor.device}"
-            )
+# --- verify and write -----------------------------------------------------------------------------------------------
 
 
-def check_plan_entries(
-    *,
-    req_pool_indices: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    req_to_token: torch.Tensor,
-    full_to_swa_index_mapping: torch.Tensor | None,
-    verify_offsets_scratch: torch.Tensor,
-    verify_enable: torch.Tensor,
-    req_to_verify_expected_tokens: torch.Tensor | None,
-    req_to_verify_expected_tokens_valid_lens: torch.Tensor | None,
-    out_verify_slot_indices: torch.Tensor,
-    out_verify_expected_tokens: torch.Tensor,
-    out_verify_expected_positions: torch.Tensor,
-    out_verify_prev_slot_indices: torch.Tensor,
-) -> None:
-    """What `launch_plan_entries_kernel` refuses."""
-    if req_to_verify_expected_tokens is not None and req_to_verify_expected_tokens_valid_lens is None:
-        raise ValueError(
-            "kv-canary: launch_plan_entries_kernel requires req_to_verify_expected_tokens_valid_lens when "
-            "req_to_verify_expected_tokens is set. Pass each request's committed length."
-        )
-    bs = _batch_size(req_pool_indices)
-    device = verify_offsets_scratch.device
-    vectors: list[tuple[str, torch.Tensor, torch.dtype, int | None]] = [
-        ("req_pool_indices", req_pool_indices, torch.int64, bs),
-        ("prefix_lens", prefix_lens, torch.int64, bs),
-        ("verify_offsets_scratch", verify_offsets_scratch, torch.int64, None),
-        ("verify_enable", verify_enable, torch.int32, 1),
-    ]
-    if full_to_swa_index_mapping is not None:
-        vectors.append(("full_to_swa_index_mapping", full_to_swa_index_mapping, torch.int64, None))
-    if req_to_verify_expected_tokens_valid_lens is not None and req_to_verify_expected_tokens is not None:
-        valid_lens = req_to_verify_expected_tokens_valid_lens
-        vectors.append(("req_to_verify_expected_tokens_valid_lens", valid_lens, torch.int64, bs))
-    capacity = _length(out_verify_slot_indices, "out_verify_slot_indices")
-    for name, tensor in (
-        ("out_verify_slot_indices", out_verify_slot_indices),
-        ("out_verify_expected_tokens", out_verify_expected_tokens),
-        ("out_verify_expected_positions", out_verify_expected_positions),
-        ("out_verify_prev_slot_indices", out_verify_prev_slot_indices),
-    ):
-        vectors.append((name, tensor, torch.int64, capacity))
-    for name, tensor, dtype, length in vectors:
-        _check_vector(tensor, name, dtype, length, device)
-    tables: list[Named] = [("req_to_token", req_to_token)]
-    if req_to_verify_expected_tokens is not None:
-        tables.append(("req_to_verify_expected_tokens", req_to_verify_expected_tokens))
-    for name, tensor in tables:
-        _check_contiguous(tensor, name)
-        _check_dtype(tensor, name, torch.int32)
-        if tensor.ndim != 2:
-            raise ValueError(f"kv-canary: {name} must be 2-D, got shape {tuple(tensor.shape)}")
-        _check_device(tensor, name, device)
-    if verify_offsets_scratch.shape[0] < bs + 1:
-        raise ValueError(
-            f"kv-canary: verify_offsets_scratch length must be >= {bs + 1}, got {verify_offsets_scratch.shape[0]}"
+def _check_num_sources(sources: Sequence[RealKvSource]) -> None:
+    if len(sources) > MAX_REAL_KV_SOURCES:
+        raise refusal(
+            f"at most {MAX_REAL_KV_SOURCES} RealKvSource entries supported by the CUDA ABI, got {len(sources)}",
+            "Join neighbouring layers into one source: page_size and num_bytes_per_token may span them.",
         )
 
 
-def check_overflow(overflow: str, rotate_cursor: torch.Tensor | None, device: torch.device) -> None:
-    """Refuse an unknown overflow policy, or a rotation without its cursor."""
-    if overflow not in ("skip", "rotate"):
-        raise ValueError(f"kv-canary: overflow must be 'skip' or 'rotate', got {overflow!r}")
-    if overflow == "rotate":
-        if rotate_cursor is None:
-            raise ValueError(
-                "kv-canary: overflow='rotate' needs rotate_cursor, an int64 [1] tensor that keeps its value between steps"
-            )
-        _check_vector(rotate_cursor, "rotate_cursor", torch.int64, 1, device)
-
-
-# --- verify and write -------------------------------------------------------------------------------------------------
-
-
-def check_verify(context: VerifyOrWriteContext, plan: VerifyPlan) -> None:
-    """What `launch_canary_verify_kernel` refuses."""
-    _check_source_count(context)
-    _check_contiguous(context.canary_buf, "canary_buf")
-    for field in (*VERIFY_PLAN_ENTRIES, "verify_num_valid", "enable"):
-        _check_contiguous(getattr(plan, field), f"plan.{field}")
-    _check_context_contiguous(context)
-    _check_sources(context)
-    device = _check_context(context)
-    capacity = _length(plan.verify_slot_indices, "plan.verify_slot_indices")
-    for field in VERIFY_PLAN_ENTRIES:
-        _check_vector(getattr(plan, field), f"plan.{field}", torch.int64, capacity, device)
-    for field in ("verify_num_valid", "enable"):
-        _check_vector(getattr(plan, field), f"plan.{field}", torch.int32, 1, device)
-
-
-def check_write(
-    context: VerifyOrWriteContext,
-    plan: WritePlan,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    enable_write_input_assert: bool,
-    expected_input_tokens: torch.Tensor | None,
-    expected_input_positions: torch.Tensor | None,
-) -> None:
-    """What `launch_canary_write_kernel` refuses."""
-    _check_source_count(context)
-    _check_contiguous(context.canary_buf, "canary_buf")
-    for field in ("write_offsets", "write_seed_slot_indices", "write_num_valid_reqs"):
-        _check_contiguous(getattr(plan, field), f"plan.{field}")
-    tokens: list[Named] = [("input_ids", input_ids), ("positions", positions), ("out_cache_loc", out_cache_loc)]
-    for name, tensor in tokens:
-        _check_contiguous(tensor, name)
-    if enable_write_input_assert:
-        if expected_input_tokens is None or expected_input_positions is None:
-            raise ValueError("kv-canary: expected input tensors are required when enable_write_input_assert=True")
-        expected: list[Named] = [
-            ("expected_input_tokens", expected_input_tokens),
-            ("expected_input_positions", expected_input_positions),
-        ]
-        for name, tensor in expected:
-            _check_contiguous(tensor, name)
-        tokens += expected
-    elif expected_input_tokens is not None or expected_input_positions is not None:
-        raise ValueError("kv-canary: expected input tensors must be None when enable_write_input_assert=False")
-    _check_context_contiguous(context)
-    _check_contiguous(context.enable_chain_position_assert, "enable_chain_position_assert")
-    _check_sources(context)
-    device = _check_context(context)
-    _check_vector(context.enable_chain_position_assert, "enable_chain_position_assert", torch.int32, 1, device)
-    capacity = _length(plan.write_seed_slot_indices, "plan.write_seed_slot_indices")
-    _check_vector(plan.write_offsets, "plan.write_offsets", torch.int64, capacity + 1, device)
-    _check_vector(plan.write_seed_slot_indices, "plan.write_seed_slot_indices", torch.int64, capacity, device)
-    _check_vector(plan.write_num_valid_reqs, "plan.write_num_valid_reqs", torch.int32, 1, device)
-    count = _length(input_ids, "input_ids")
-    for name, tensor in tokens:
-        _check_vector(tensor, name, torch.int64, count, device)
-
-
-def _check_source_count(context: VerifyOrWriteContext) -> None:
-    count = len(context.real_kv_sources)
-    if count > MAX_REAL_KV_SOURCES:
-        raise ValueError(
-            f"kv-canary: at most {MAX_REAL_KV_SOURCES} RealKvSource entries supported by the CUDA ABI, got {count}"
-        )
-
-
-def _check_context_contiguous(context: VerifyOrWriteContext) -> None:
-    for name in ("violation_ring", "violation_write_index", "slot_run_counter", "kernel_run_counter"):
-        _check_contiguous(getattr(context, name), name)
-
-
-def _check_sources(context: VerifyOrWriteContext) -> None:
-    for i, source in enumerate(context.real_kv_sources):
-        tensor, name = source.tensor, f"real_kv_sources[{i}].tensor"
+def _check_sources(sources: Sequence[RealKvSource], device: torch.device) -> None:
+    for i, source in enumerate(sources):
+        tensor = source.tensor
         if tensor.stride(-1) != 1:
-            raise ValueError(
-                f"kv-canary: {name} rows must be packed (stride(-1) == 1), got strides {tuple(tensor.stride())}"
+            raise refusal(
+                f"real_kv_sources[{i}].tensor rows must be packed (stride(-1) == 1), "
+                f"got strides {tuple(tensor.stride())}",
+                _NOTE_CONTIGUOUS,
             )
         if tensor.ndim != 2:
-            raise ValueError(f"kv-canary: {name} (viewed as uint8) must be 2-D, got {tensor.ndim}-D")
-        _check_device(tensor, name, context.canary_buf.device)
+            raise refusal(
+                f"real_kv_sources[{i}].tensor (viewed as uint8) must be 2-D, got {tensor.ndim}-D",
+                "View it as [rows, row_bytes].",
+            )
+        _same_device(f"real_kv_sources[{i}].tensor", tensor, "canary_buf", device)
+
+
+def _check_report_contiguous(context: VerifyOrWriteContext) -> None:
+    _contiguous("violation_ring", context.violation_ring)
+    _contiguous("violation_write_index", context.violation_write_index)
+    _contiguous("slot_run_counter", context.slot_run_counter)
+    _contiguous("kernel_run_counter", context.kernel_run_counter)
 
 
 def _check_context(context: VerifyOrWriteContext) -> torch.device:
-    """Shapes, dtypes and places that verify and write share; the device that everything must be on."""
-    buf = context.canary_buf
+    """Check shapes, dtypes and devices of a context; its device."""
+    buf, ring = context.canary_buf, context.violation_ring
     device = buf.device
-    _check_dtype(buf, "canary_buf", torch.uint8)
-    if buf.ndim != 2:
-        raise ValueError(f"kv-canary: canary_buf must be 2-D, got shape {tuple(buf.shape)}")
-    stride_bytes = buf.shape[1]
-    if stride_bytes < SLOT_BYTES:
-        fields = stride_bytes // WORD_BYTES
-        raise ValueError(f"kv-canary: canary_buf slot stride must hold at least {SLOT_WORDS} int64 fields, got {fields}")
-    if stride_bytes % WORD_BYTES:
-        raise ValueError(f"kv-canary: canary_buf rows must be a multiple of {WORD_BYTES} bytes, got {stride_bytes}")
-    ring = context.violation_ring
-    _check_dtype(ring, "violation_ring", torch.int64)
-    if ring.ndim != 2 or ring.shape[1] != VIOLATION_WORDS:
-        raise ValueError(f"kv-canary: violation_ring must be [capacity, {VIOLATION_WORDS}], got shape {tuple(ring.shape)}")
-    _check_device(ring, "violation_ring", device)
-    _check_vector(context.violation_write_index, "violation_write_index", torch.int32, 1, device)
-    _check_vector(context.slot_run_counter, "slot_run_counter", torch.int64, 1, device)
-    _check_vector(context.kernel_run_counter, "kernel_run_counter", torch.int64, 1, device)
+    _dtype("canary_buf", buf, torch.uint8)
+    _ndim("canary_buf", buf, 2)
+    slot_bytes = buf.shape[1]
+    if slot_bytes < SLOT_BYTES:
+        raise refusal(
+            f"canary_buf slot stride must hold at least {SLOT_WORDS} int64 fields, got {slot_bytes // WORD_BYTES}",
+            f"Allocate it as [num_slots, {SLOT_BYTES}] uint8.",
+        )
+    if slot_bytes % WORD_BYTES or buf.storage_offset() % WORD_BYTES:
+        raise refusal(
+            f"canary_buf slots must start at multiples of {WORD_BYTES} bytes, got {slot_bytes} bytes a slot "
+            f"from byte {buf.storage_offset()} on"
+        )
+    _dtype("violation_ring", ring, _INT64)
+    _ndim("violation_ring", ring, 2)
+    if ring.shape[1] != VIOLATION_WORDS:
+        raise refusal(f"violation_ring rows must be {VIOLATION_WORDS} words, got shape {tuple(ring.shape)}")
+    _same_device("violation_ring", ring, "canary_buf", device)
+    _vectors(
+        (
+            ("violation_write_index", context.violation_write_index, _INT32, 1),
+            ("slot_run_counter", context.slot_run_counter, _INT64, 1),
+            ("kernel_run_counter", context.kernel_run_counter, _INT64, 1),
+            ("enable_chain_position_assert", context.enable_chain_position_assert, _INT32, 1),
+        ),
+        "canary_buf",
+        device,
+    )
+    if context.real_kv_hash_mode not in (0, 1, 2):
+        raise refusal(f"real_kv_hash_mode must be 0 (NONE), 1 (PARTIAL) or 2 (ALL), got {context.real_kv_hash_mode}")
     return device
 
 
-# --- one tensor ---------------------------------------------------------------------------------------------------------
+def check_verify(*, context: VerifyOrWriteContext, plan: VerifyPlan) -> None:
+    """Refuse what `launch_canary_verify_kernel` cannot work on."""
+    _check_num_sources(context.real_kv_sources)
+    _contiguous("canary_buf", context.canary_buf)
+    _contiguous("plan.verify_slot_indices", plan.verify_slot_indices)
+    _contiguous("plan.verify_expected_tokens", plan.verify_expected_tokens)
+    _contiguous("plan.verify_expected_positions", plan.verify_expected_positions)
+    _contiguous("plan.verify_prev_slot_indices", plan.verify_prev_slot_indices)
+    _contiguous("plan.verify_num_valid", plan.verify_num_valid)
+    _contiguous("plan.enable", plan.enable)
+    _check_report_contiguous(context)
+    device = context.canary_buf.device
+    _check_sources(context.real_kv_sources, device)
+    _check_context(context)
+    capacity = plan.verify_slot_indices.shape[0] if plan.verify_slot_indices.ndim else 0
+    _vectors(
+        (
+            ("plan.verify_slot_indices", plan.verify_slot_indices, _INT64, capacity),
+            ("plan.verify_expected_tokens", plan.verify_expected_tokens, _INT64, capacity),
+            ("plan.verify_expected_positions", plan.verify_expected_positions, _INT64, capacity),
+            ("plan.verify_prev_slot_indices", plan.verify_prev_slot_indices, _INT64, capacity),
+            ("plan.verify_num_valid", plan.verify_num_valid, _INT32, 1),
+            ("plan.enable", plan.enable, _INT32, 1),
+        ),
+        "canary_buf",
+        device,
+    )
 
 
-def _batch_size(req_pool_indices: torch.Tensor) -> int:
-    return _length(req_pool_indices, "req_pool_indices")
-
-
-def _length(tensor: torch.Tensor, name: str) -> int:
-    """First extent of a tensor; a scalar has none."""
-    if tensor.ndim == 0:
-        raise ValueError(f"kv-canary: {name} must be 1-D, got shape ()")
-    return tensor.shape[0]
-
-
-def _check_contiguous(tensor: torch.Tensor, name: str) -> None:
-    if not tensor.is_contiguous():
-        raise ValueError(f"kv-canary: {name} must be contiguous")
-
-
-def _check_dtype(tensor: torch.Tensor, name: str, dtype: torch.dtype) -> None:
-    if tensor.dtype != dtype:
-        raise ValueError(f"kv-canary: {name} must have dtype {dtype}, got {tensor.dtype}")
-
-
-def _check_1d(tensor: torch.Tensor, name: str) -> None:
-    if tensor.ndim != 1:
-        raise ValueError(f"kv-canary: {name} must be 1-D, got shape {tuple(tensor.shape)}")
-
-
-def _check_length(tensor: torch.Tensor, name: str, length: int) -> None:
-    _check_1d(tensor, name)
-    if tensor.shape[0] != length:
-        raise ValueError(f"kv-canary: {name} length must be {length}, got {tensor.shape[0]}")
-
-
-def _check_device(tensor: torch.Tensor, name: str, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"kv-canary: {name} must be on {device}, got {tensor.device}")
-
-
-def _check_vector(
-    tensor: torch.Tensor, name: str, dtype: torch.dtype, length: int | None, device: torch.device
+def check_write(
+    *,
+    context: VerifyOrWriteContext,
+    plan: WritePlan,
+    input_ids: Tensor,
+    positions: Tensor,
+    out_cache_loc: Tensor,
+    enable_write_input_assert: bool,
+    expected_input_tokens: Tensor | None,
+    expected_input_positions: Tensor | None,
 ) -> None:
-    _check_contiguous(tensor, name)
-    _check_dtype(tensor, name, dtype)
-    if length is None:
-        _check_1d(tensor, name)
-    else:
-        _check_length(tensor, name, length)
-    _check_device(tensor, name, device)
+    """Refuse what `launch_canary_write_kernel` cannot work on."""
+    _check_num_sources(context.real_kv_sources)
+    _contiguous("canary_buf", context.canary_buf)
+    _contiguous("plan.write_offsets", plan.write_offsets)
+    _contiguous("plan.write_seed_slot_indices", plan.write_seed_slot_indices)
+    _contiguous("plan.write_num_valid_reqs", plan.write_num_valid_reqs)
+    _contiguous("input_ids", input_ids)
+    _contiguous("positions", positions)
+    _contiguous("out_cache_loc", out_cache_loc)
+    if enable_write_input_assert:
+        if expected_input_tokens is None or expected_input_positions is None:
+            raise refusal("expected input tensors are required when enable_write_input_assert=True")
+        _contiguous("expected_input_tokens", expected_input_tokens)
+        _contiguous("expected_input_positions", expected_input_positions)
+    elif expected_input_tokens is not None or expected_input_positions is not None:
+        raise refusal("expected input tensors must be None when enable_write_input_assert=False")
+    _check_report_contiguous(context)
+    _contiguous("enable_chain_position_assert", context.enable_chain_position_assert)
+    device = context.canary_buf.device
+    _check_sources(context.real_kv_sources, device)
+    _check_context(context)
+    req_capacity = plan.write_seed_slot_indices.shape[0] if plan.write_seed_slot_indices.ndim else 0
+    num_tokens = input_ids.shape[0] if input_ids.ndim else 0
+    vectors = [
+        ("plan.write_seed_slot_indices", plan.write_seed_slot_indices, _INT64, req_capacity),
+        ("plan.write_offsets", plan.write_offsets, _INT64, req_capacity + 1),
+        ("plan.write_num_valid_reqs", plan.write_num_valid_reqs, _INT32, 1),
+        ("input_ids", input_ids, _INT64, num_tokens),
+        ("positions", positions, _INT64, num_tokens),
+        ("out_cache_loc", out_cache_loc, _INT64, num_tokens),
+    ]
+    if expected_input_tokens is not None and expected_input_positions is not None:
+        vectors.append(("expected_input_tokens", expected_input_tokens, _INT64, num_tokens))
+        vectors.append(("expected_input_positions", expected_input_positions, _INT64, num_tokens))
+    _vectors(vectors, "canary_buf", device)

@@ -1,68 +1,95 @@
-"""Plan: which slots a forward verifies and where its new tokens chain from."""
+"""Plan launchers: turn a batch into the slots to verify and the chains to write."""
 
 from __future__ import annotations
 
+import threading
 from typing import Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
 from . import hooks
 from .backend import backend_for
 from .buffers import VerifyPlan, WritePlan
-from .checks import check_overflow, check_plan, check_plan_entries, check_plan_offsets
+from .checks import check_entries, check_offsets, check_overflow, check_plan
 from .layout import VERIFY_OFFSETS_SCRATCH_LEN
 
+__all__ = ["Overflow", "launch_canary_plan_kernels", "launch_plan_entries_kernel", "launch_plan_offsets_kernel"]
+
 Overflow: TypeAlias = Literal["skip", "rotate"]
+"""What a plan does with more entries than it holds: check none, or a window that moves on each step."""
+
+_scratch = threading.local()
+
+
+def _offsets_scratch(device: torch.device) -> Tensor:
+    """Scratch that no launch still in flight can share: one per thread and stream, and a graph's own under capture."""
+    stream = 0
+    if device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return torch.empty(VERIFY_OFFSETS_SCRATCH_LEN, dtype=torch.int64, device=device)
+        stream = torch.cuda.current_stream(device).cuda_stream
+    held: dict[tuple[torch.device, int], Tensor] | None = getattr(_scratch, "held", None)
+    if held is None:
+        held = _scratch.held = {}
+    scratch = held.get((device, stream))
+    if scratch is None:
+        scratch = torch.empty(VERIFY_OFFSETS_SCRATCH_LEN, dtype=torch.int64, device=device)
+        held[device, stream] = scratch
+    return scratch
 
 
 def launch_canary_plan_kernels(
     *,
     verify_plan_out: VerifyPlan,
     write_plan_out: WritePlan,
-    req_pool_indices: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    extend_seq_lens: torch.Tensor,
-    req_to_token: torch.Tensor,
+    req_pool_indices: Tensor,
+    prefix_lens: Tensor,
+    extend_seq_lens: Tensor,
+    req_to_token: Tensor,
     swa_window_size: int,
-    full_to_swa_index_mapping: torch.Tensor | None,
+    full_to_swa_index_mapping: Tensor | None,
     verify_capacity: int,
-    req_to_verify_expected_tokens: torch.Tensor | None,
-    req_to_verify_expected_tokens_valid_lens: torch.Tensor | None,
+    req_to_verify_expected_tokens: Tensor | None,
+    req_to_verify_expected_tokens_valid_lens: Tensor | None,
     kv_token_id_vs_position_offset: int,
     overflow: Overflow = "skip",
-    rotate_cursor: torch.Tensor | None = None,
+    rotate_cursor: Tensor | None = None,
 ) -> None:
-    """Fill both plans of one forward.
+    """Fill a verify plan and a write plan from one batch.
 
-    Each active row (`req_pool_indices != 0`) has one verify entry per position in `[start, prefix_len)`, request after
-    request, where start is 0, or `prefix_len - swa_window_size` under a window. When the entries outnumber
-    `verify_capacity`, none is stored and `enable` is 0; with `overflow="rotate"` the `verify_capacity` entries that follow
-    `rotate_cursor` are stored instead and the cursor moves on, so that an unchanged batch is verified whole in
-    `ceil(demand / verify_capacity)` steps. Safe under CUDA graph capture: no readback.
+    Every request with `req_pool_indices != 0` gives one verify entry per cached position in its window, and a chain to
+    write. `demand` is the number of entries. Where it exceeds `verify_capacity`, `enable` becomes 0 and nothing will be
+    verified ("skip", SGLang's way), or a window of `verify_capacity` entries is planned ("rotate"): the entries from
+    `rotate_cursor % demand` on, around the end; the cursor then moves on by the capacity, so that an unchanged batch is
+    checked whole in `ceil(demand / verify_capacity)` steps. The write plan is filled in any case.
+
+    The Triton backend is safe under CUDA graph capture: no readback, and no allocation but the graph's own scratch. The
+    torch backend reads back, and must not be captured.
 
     Args:
         verify_plan_out: Out. Entries past `verify_num_valid` keep what they held.
         write_plan_out: Out. `write_offsets` is written in full; seeds past the batch keep what they held.
-        req_pool_indices: [bs] int64, rows of `req_to_token`; 0 is a padding row and contributes nothing.
-        prefix_lens: [bs] int64, tokens before this forward.
-        extend_seq_lens: [bs] int64, tokens of this forward.
-        req_to_token: [max_reqs, max_seq_len] int32, slots.
-        swa_window_size: Tokens of the sliding window; 0 or less for full attention.
-        full_to_swa_index_mapping: int64, slot of the full pool → slot of the window's; applied whenever given. A negative
-            slot passes through; a slot past the map is refused in torch, left out and counted in Triton.
-        verify_capacity: Entries that `verify_plan_out` holds.
-        req_to_verify_expected_tokens: [max_reqs, max_context] int32, known tokens, or None.
-        req_to_verify_expected_tokens_valid_lens: [bs] int64, how many of a row are known.
-        kv_token_id_vs_position_offset: Column of a position's token minus the position: 0, or 1 for a draft model.
-        overflow: What to do when the demand exceeds `verify_capacity`.
-        rotate_cursor: [1] int64, in and out, with `overflow="rotate"` only.
+        req_pool_indices: [bs] int64, rows of `req_to_token`; 0 is a padding row. `bs` is at most 4096.
+        prefix_lens: [bs] int64, tokens cached before this step. Below 0 counts as 0.
+        extend_seq_lens: [bs] int64, tokens written in this step. Below 0 counts as 0.
+        req_to_token: [max_reqs, max_seq_len] int32, the slot of each position.
+        swa_window_size: Positions verified per request; 0 and below: all.
+        full_to_swa_index_mapping: [map_len] int64, applied to every slot that is not negative. Required with a window.
+        verify_capacity: `verify_plan_out.verify_slot_indices.shape[0]`.
+        req_to_verify_expected_tokens: [rows, width] int32, the token of each position, or None.
+        req_to_verify_expected_tokens_valid_lens: [bs] int64, how much of a row counts. Required with the tokens.
+        kv_token_id_vs_position_offset: Added to a position to find its token: 0, or 1 for a draft model.
+        overflow: "skip" or "rotate".
+        rotate_cursor: [1] int64, moved on by the launch. Required for "rotate".
 
     Raises:
-        ValueError: An argument is ill-shaped, ill-typed, misplaced or not contiguous, or the batch is too large. Nothing
-            has been written then.
+        ValueError: an argument is not as above; nothing has been written. The torch backend also refuses a prefix past
+            its row and a slot past the map; the Triton backend leaves such entries out and counts them
+            (`skipped_entries`).
 
     Source:
-        SGLang's `launch_canary_plan_kernels`, whose results these are. Oracle: `tests/oracle.py`.
+        SGLang 0.5.23, `sglang.kernels.ops.kv_canary.plan.api`. Oracle: `tests/oracle.py`.
     """
 
     def launch() -> None:
@@ -72,179 +99,233 @@ def launch_canary_plan_kernels(
             swa_window_size=swa_window_size,
             full_to_swa_index_mapping=full_to_swa_index_mapping,
             verify_capacity=verify_capacity,
+            overflow=overflow,
+            rotate_cursor=rotate_cursor,
         )
         device = verify_plan_out.verify_slot_indices.device
-        scratch = torch.empty(VERIFY_OFFSETS_SCRATCH_LEN, dtype=torch.int64, device=device)
-        entry_inputs = {
-            "req_pool_indices": req_pool_indices,
-            "prefix_lens": prefix_lens,
-            "req_to_token": req_to_token,
-            "full_to_swa_index_mapping": full_to_swa_index_mapping,
-        }
-        offsets_outputs = {
-            "out_verify_offsets_scratch": scratch,
-            "out_write_offsets": write_plan_out.write_offsets,
-            "out_write_seed_slot_indices": write_plan_out.write_seed_slot_indices,
-            "out_verify_num_valid": verify_plan_out.verify_num_valid,
-            "out_verify_enable": verify_plan_out.enable,
-            "out_write_num_valid_reqs": write_plan_out.write_num_valid_reqs,
-        }
-        entries = {
-            **entry_inputs,
-            "verify_offsets_scratch": scratch,
-            "verify_enable": verify_plan_out.enable,
-            "req_to_verify_expected_tokens": req_to_verify_expected_tokens,
-            "req_to_verify_expected_tokens_valid_lens": req_to_verify_expected_tokens_valid_lens,
-            "out_verify_slot_indices": verify_plan_out.verify_slot_indices,
-            "out_verify_expected_tokens": verify_plan_out.verify_expected_tokens,
-            "out_verify_expected_positions": verify_plan_out.verify_expected_positions,
-            "out_verify_prev_slot_indices": verify_plan_out.verify_prev_slot_indices,
-        }
-        check_plan_offsets(**entry_inputs, extend_seq_lens=extend_seq_lens, **offsets_outputs)
-        check_plan_entries(**entries)
-        check_overflow(overflow, rotate_cursor, device)
-        backend = backend_for(device)
-        backend.refuse_unsafe_plan(
-            **entry_inputs,
+        scratch = _offsets_scratch(device)
+        check_offsets(
+            req_pool_indices=req_pool_indices,
+            prefix_lens=prefix_lens,
             extend_seq_lens=extend_seq_lens,
-            swa_window_size=swa_window_size,
+            req_to_token=req_to_token,
+            full_to_swa_index_mapping=full_to_swa_index_mapping,
+            out_verify_offsets_scratch=scratch,
+            out_write_offsets=write_plan_out.write_offsets,
+            out_write_seed_slot_indices=write_plan_out.write_seed_slot_indices,
+            out_verify_num_valid=verify_plan_out.verify_num_valid,
+            out_verify_enable=verify_plan_out.enable,
+            out_write_num_valid_reqs=write_plan_out.write_num_valid_reqs,
+        )
+        check_entries(
+            req_pool_indices=req_pool_indices,
+            prefix_lens=prefix_lens,
+            req_to_token=req_to_token,
+            full_to_swa_index_mapping=full_to_swa_index_mapping,
+            verify_offsets_scratch=scratch,
+            verify_enable=verify_plan_out.enable,
+            out_verify_slot_indices=verify_plan_out.verify_slot_indices,
+            out_verify_expected_tokens=verify_plan_out.verify_expected_tokens,
+            out_verify_expected_positions=verify_plan_out.verify_expected_positions,
+            out_verify_prev_slot_indices=verify_plan_out.verify_prev_slot_indices,
             req_to_verify_expected_tokens=req_to_verify_expected_tokens,
             req_to_verify_expected_tokens_valid_lens=req_to_verify_expected_tokens_valid_lens,
+            rotate_cursor=rotate_cursor,
         )
-        backend.plan_offsets(
-            **entry_inputs,
+        backend_for(device).plan(
+            req_pool_indices=req_pool_indices,
+            prefix_lens=prefix_lens,
             extend_seq_lens=extend_seq_lens,
-            **offsets_outputs,
-            swa_window_size=swa_window_size,
-            verify_capacity=verify_capacity,
+            req_to_token=req_to_token,
+            full_to_swa_index_mapping=full_to_swa_index_mapping,
+            verify_offsets_scratch=scratch,
+            out_write_offsets=write_plan_out.write_offsets,
+            out_write_seed_slot_indices=write_plan_out.write_seed_slot_indices,
+            out_verify_num_valid=verify_plan_out.verify_num_valid,
+            out_verify_enable=verify_plan_out.enable,
+            out_write_num_valid_reqs=write_plan_out.write_num_valid_reqs,
+            out_verify_slot_indices=verify_plan_out.verify_slot_indices,
+            out_verify_expected_tokens=verify_plan_out.verify_expected_tokens,
+            out_verify_expected_positions=verify_plan_out.verify_expected_positions,
+            out_verify_prev_slot_indices=verify_plan_out.verify_prev_slot_indices,
+            swa_window_size=int(swa_window_size),
+            req_to_verify_expected_tokens=req_to_verify_expected_tokens,
+            req_to_verify_expected_tokens_valid_lens=req_to_verify_expected_tokens_valid_lens,
+            kv_token_id_vs_position_offset=int(kv_token_id_vs_position_offset),
             overflow_rotate=overflow == "rotate",
-        )
-        backend.plan_entries(
-            **entries,
-            swa_window_size=swa_window_size,
-            kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,
-            rotate_cursor=rotate_cursor if overflow == "rotate" else None,
+            rotate_cursor=rotate_cursor,
         )
 
     if hooks.observer is None:
         launch()
         return
-    call = hooks.PlanCall(
-        verify_plan_out=verify_plan_out,
-        write_plan_out=write_plan_out,
+    hooks.observed(
+        hooks.PlanCall(
+            verify_plan_out,
+            write_plan_out,
+            req_pool_indices,
+            prefix_lens,
+            extend_seq_lens,
+            req_to_token,
+            full_to_swa_index_mapping,
+            swa_window_size,
+            verify_capacity,
+        ),
+        launch,
+    )
+
+
+def launch_plan_offsets_kernel(
+    *,
+    req_pool_indices: Tensor,
+    prefix_lens: Tensor,
+    extend_seq_lens: Tensor,
+    req_to_token: Tensor,
+    full_to_swa_index_mapping: Tensor | None,
+    out_verify_offsets_scratch: Tensor,
+    out_write_offsets: Tensor,
+    out_write_seed_slot_indices: Tensor,
+    out_verify_num_valid: Tensor,
+    out_verify_enable: Tensor,
+    out_write_num_valid_reqs: Tensor,
+    swa_window_size: int,
+    verify_capacity: int,
+    overflow: Overflow = "skip",
+) -> None:
+    """The first half of a plan: prefix sums, seeds and totals.
+
+    Safe under CUDA graph capture on the Triton backend: no allocation, no readback.
+
+    Args:
+        req_pool_indices: [bs] int64, and so `prefix_lens` and `extend_seq_lens`; see `launch_canary_plan_kernels`.
+        prefix_lens: [bs] int64.
+        extend_seq_lens: [bs] int64.
+        req_to_token: [max_reqs, max_seq_len] int32.
+        full_to_swa_index_mapping: [map_len] int64, or None.
+        out_verify_offsets_scratch: [>= 4097] int64. Out: where each request's entries start; at `[bs]` the demand,
+            unclamped.
+        out_write_offsets: [write_req_capacity + 1] int64. Out, in full: exclusive prefix sum of the tokens written.
+        out_write_seed_slot_indices: [write_req_capacity] int64. Out, the first `bs`: slot before the first token.
+        out_verify_num_valid: [1] int32. Out: the demand, clamped to the capacity.
+        out_verify_enable: [1] int32. Out: 0 where the demand exceeds the capacity and `overflow` is "skip", else 1.
+        out_write_num_valid_reqs: [1] int32. Out: `bs`, padding included.
+        swa_window_size: Positions verified per request; 0 and below: all.
+        verify_capacity: Entries that the verify plan holds.
+        overflow: "skip" or "rotate".
+
+    Raises:
+        ValueError: as `launch_canary_plan_kernels`; nothing has been written.
+
+    Source:
+        SGLang 0.5.23, `sglang.kernels.ops.kv_canary.plan.offsets_kernel`. Oracle: `tests/oracle.py`.
+    """
+    if overflow != "skip":
+        check_overflow(overflow, out_verify_enable)  # the cursor belongs to the entries
+    check_offsets(
         req_pool_indices=req_pool_indices,
         prefix_lens=prefix_lens,
         extend_seq_lens=extend_seq_lens,
         req_to_token=req_to_token,
         full_to_swa_index_mapping=full_to_swa_index_mapping,
-        swa_window_size=swa_window_size,
-        verify_capacity=verify_capacity,
+        out_verify_offsets_scratch=out_verify_offsets_scratch,
+        out_write_offsets=out_write_offsets,
+        out_write_seed_slot_indices=out_write_seed_slot_indices,
+        out_verify_num_valid=out_verify_num_valid,
+        out_verify_enable=out_verify_enable,
+        out_write_num_valid_reqs=out_write_num_valid_reqs,
     )
-    hooks.observed(call, launch)
-
-
-def launch_plan_offsets_kernel(
-    *,
-    req_pool_indices: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    extend_seq_lens: torch.Tensor,
-    req_to_token: torch.Tensor,
-    full_to_swa_index_mapping: torch.Tensor | None,
-    out_verify_offsets_scratch: torch.Tensor,
-    out_write_offsets: torch.Tensor,
-    out_write_seed_slot_indices: torch.Tensor,
-    out_verify_num_valid: torch.Tensor,
-    out_verify_enable: torch.Tensor,
-    out_write_num_valid_reqs: torch.Tensor,
-    swa_window_size: int,
-    verify_capacity: int,
-) -> None:
-    """The first half of a plan: prefix sums of entries and tokens, seeds, `enable`.
-
-    Inputs are those of `launch_canary_plan_kernels`.
-
-    Args:
-        out_verify_offsets_scratch: [>= 4097] int64. Out: first entry of each request; the unclamped demand at `[bs]`.
-        out_write_offsets: [write_req_capacity + 1] int64. Out, words past `bs` are 0.
-        out_write_seed_slot_indices: [write_req_capacity] int64. Out, seeds past `bs` keep what they held.
-        out_verify_num_valid: [1] int32. Out, the demand clamped to `verify_capacity`.
-        out_verify_enable: [1] int32. Out, 0 when the demand exceeds `verify_capacity`.
-        out_write_num_valid_reqs: [1] int32. Out, `bs` as launched.
-
-    Raises:
-        ValueError: As `launch_canary_plan_kernels`.
-    """
-    inputs = {
-        "req_pool_indices": req_pool_indices,
-        "prefix_lens": prefix_lens,
-        "extend_seq_lens": extend_seq_lens,
-        "req_to_token": req_to_token,
-        "full_to_swa_index_mapping": full_to_swa_index_mapping,
-    }
-    outputs = {
-        "out_verify_offsets_scratch": out_verify_offsets_scratch,
-        "out_write_offsets": out_write_offsets,
-        "out_write_seed_slot_indices": out_write_seed_slot_indices,
-        "out_verify_num_valid": out_verify_num_valid,
-        "out_verify_enable": out_verify_enable,
-        "out_write_num_valid_reqs": out_write_num_valid_reqs,
-    }
-    check_plan_offsets(**inputs, **outputs)
-    backend = backend_for(out_verify_offsets_scratch.device)
-    backend.refuse_unsafe_plan(**inputs, swa_window_size=swa_window_size)
-    backend.plan_offsets(
-        **inputs, **outputs, swa_window_size=swa_window_size, verify_capacity=verify_capacity, overflow_rotate=False
+    backend_for(out_verify_offsets_scratch.device).plan_offsets(
+        req_pool_indices=req_pool_indices,
+        prefix_lens=prefix_lens,
+        extend_seq_lens=extend_seq_lens,
+        req_to_token=req_to_token,
+        full_to_swa_index_mapping=full_to_swa_index_mapping,
+        out_verify_offsets_scratch=out_verify_offsets_scratch,
+        out_write_offsets=out_write_offsets,
+        out_write_seed_slot_indices=out_write_seed_slot_indices,
+        out_verify_num_valid=out_verify_num_valid,
+        out_verify_enable=out_verify_enable,
+        out_write_num_valid_reqs=out_write_num_valid_reqs,
+        swa_window_size=int(swa_window_size),
+        verify_capacity=int(verify_capacity),
+        overflow_rotate=overflow == "rotate",
     )
 
 
 def launch_plan_entries_kernel(
     *,
-    req_pool_indices: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    req_to_token: torch.Tensor,
-    full_to_swa_index_mapping: torch.Tensor | None,
-    verify_offsets_scratch: torch.Tensor,
-    verify_enable: torch.Tensor,
-    req_to_verify_expected_tokens: torch.Tensor | None,
-    req_to_verify_expected_tokens_valid_lens: torch.Tensor | None,
-    out_verify_slot_indices: torch.Tensor,
-    out_verify_expected_tokens: torch.Tensor,
-    out_verify_expected_positions: torch.Tensor,
-    out_verify_prev_slot_indices: torch.Tensor,
+    req_pool_indices: Tensor,
+    prefix_lens: Tensor,
+    req_to_token: Tensor,
+    full_to_swa_index_mapping: Tensor | None,
+    verify_offsets_scratch: Tensor,
+    verify_enable: Tensor,
+    req_to_verify_expected_tokens: Tensor | None,
+    req_to_verify_expected_tokens_valid_lens: Tensor | None,
+    out_verify_slot_indices: Tensor,
+    out_verify_expected_tokens: Tensor,
+    out_verify_expected_positions: Tensor,
+    out_verify_prev_slot_indices: Tensor,
     kv_token_id_vs_position_offset: int,
     swa_window_size: int,
+    rotate_cursor: Tensor | None = None,
 ) -> None:
-    """The second half of a plan: the entries themselves, unless `verify_enable` is 0.
+    """The second half of a plan: one verify entry per cached position.
 
-    Inputs are those of `launch_canary_plan_kernels`; `verify_offsets_scratch` is what the first half filled; outputs are the
-    entry tensors of a `VerifyPlan`.
+    Safe under CUDA graph capture on the Triton backend: no allocation, no readback.
+
+    Args:
+        req_pool_indices: [bs] int64; the inputs are those of `launch_canary_plan_kernels`.
+        prefix_lens: [bs] int64.
+        req_to_token: [max_reqs, max_seq_len] int32.
+        full_to_swa_index_mapping: [map_len] int64, or None.
+        verify_offsets_scratch: [>= bs + 1] int64, as `launch_plan_offsets_kernel` filled it.
+        verify_enable: [1] int32. 0: nothing is stored.
+        req_to_verify_expected_tokens: [rows, width] int32, or None.
+        req_to_verify_expected_tokens_valid_lens: [bs] int64. Required with the tokens.
+        out_verify_slot_indices: [verify_capacity] int64. Out, as the three below: the first `demand` entries.
+        out_verify_expected_tokens: [verify_capacity] int64. Out, -1 where no token is known.
+        out_verify_expected_positions: [verify_capacity] int64. Out.
+        out_verify_prev_slot_indices: [verify_capacity] int64. Out, -1 at a chain head.
+        kv_token_id_vs_position_offset: Added to a position to find its token.
+        swa_window_size: Positions verified per request; 0 and below: all.
+        rotate_cursor: [1] int64, where the offsets were made with overflow="rotate"; moved on if they overflowed.
 
     Raises:
-        ValueError: As `launch_canary_plan_kernels`.
+        ValueError: as `launch_canary_plan_kernels`; nothing has been written.
+
+    Source:
+        SGLang 0.5.23, `sglang.kernels.ops.kv_canary.plan.entries_kernel`. Oracle: `tests/oracle.py`.
     """
-    inputs = {
-        "req_pool_indices": req_pool_indices,
-        "prefix_lens": prefix_lens,
-        "req_to_token": req_to_token,
-        "full_to_swa_index_mapping": full_to_swa_index_mapping,
-        "req_to_verify_expected_tokens": req_to_verify_expected_tokens,
-        "req_to_verify_expected_tokens_valid_lens": req_to_verify_expected_tokens_valid_lens,
-    }
-    outputs = {
-        "verify_offsets_scratch": verify_offsets_scratch,
-        "verify_enable": verify_enable,
-        "out_verify_slot_indices": out_verify_slot_indices,
-        "out_verify_expected_tokens": out_verify_expected_tokens,
-        "out_verify_expected_positions": out_verify_expected_positions,
-        "out_verify_prev_slot_indices": out_verify_prev_slot_indices,
-    }
-    check_plan_entries(**inputs, **outputs)
-    backend = backend_for(verify_offsets_scratch.device)
-    backend.refuse_unsafe_plan(**inputs, extend_seq_lens=None, swa_window_size=swa_window_size)
-    backend.plan_entries(
-        **inputs,
-        **outputs,
-        swa_window_size=swa_window_size,
-        kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,
-        rotate_cursor=None,
+    check_entries(
+        req_pool_indices=req_pool_indices,
+        prefix_lens=prefix_lens,
+        req_to_token=req_to_token,
+        full_to_swa_index_mapping=full_to_swa_index_mapping,
+        verify_offsets_scratch=verify_offsets_scratch,
+        verify_enable=verify_enable,
+        out_verify_slot_indices=out_verify_slot_indices,
+        out_verify_expected_tokens=out_verify_expected_tokens,
+        out_verify_expected_positions=out_verify_expected_positions,
+        out_verify_prev_slot_indices=out_verify_prev_slot_indices,
+        req_to_verify_expected_tokens=req_to_verify_expected_tokens,
+        req_to_verify_expected_tokens_valid_lens=req_to_verify_expected_tokens_valid_lens,
+        rotate_cursor=rotate_cursor,
+    )
+    backend_for(verify_offsets_scratch.device).plan_entries(
+        req_pool_indices=req_pool_indices,
+        prefix_lens=prefix_lens,
+        req_to_token=req_to_token,
+        full_to_swa_index_mapping=full_to_swa_index_mapping,
+        verify_offsets_scratch=verify_offsets_scratch,
+        verify_enable=verify_enable,
+        out_verify_slot_indices=out_verify_slot_indices,
+        out_verify_expected_tokens=out_verify_expected_tokens,
+        out_verify_expected_positions=out_verify_expected_positions,
+        out_verify_prev_slot_indices=out_verify_prev_slot_indices,
+        swa_window_size=int(swa_window_size),
+        req_to_verify_expected_tokens=req_to_verify_expected_tokens,
+        req_to_verify_expected_tokens_valid_lens=req_to_verify_expected_tokens_valid_lens,
+        kv_token_id_vs_position_offset=int(kv_token_id_vs_position_offset),
+        rotate_cursor=rotate_cursor,
     )

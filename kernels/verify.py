@@ -1,4 +1,4 @@
-"""Verify: does every planned slot hold what its chain says?"""
+"""Verify launcher: compare canary slots with what a plan expects of them."""
 
 from __future__ import annotations
 
@@ -7,33 +7,40 @@ from .backend import backend_for
 from .buffers import VerifyOrWriteContext, VerifyPlan
 from .checks import check_verify
 
+__all__ = ["launch_canary_verify_kernel"]
+
 
 def launch_canary_verify_kernel(
     *, context: VerifyOrWriteContext, plan: VerifyPlan, check_verify_expected_token: bool
 ) -> None:
-    """Compare the planned slots of one canary buffer with their chain, positions, K/V fingerprints and, if asked, tokens.
+    """Check every entry of a plan against one canary buffer, and append a violation row for each that fails.
 
-    Runs nothing while `plan.enable` is 0, but counts the launch. An entry of slot 0 is counted and not verified; a
-    predecessor slot 0 leaves out the chain check alone. All mismatches of an entry go into one violation row. Safe under
-    CUDA graph capture: no allocation, no readback.
+    An entry fails where the slot's chain hash is not that of its predecessor (of the anchor, at a chain head), its
+    position not the expected one, its fingerprint not that of the real K/V bytes, or, if asked, its token not the
+    expected one; the reasons are OR-ed into one row. Slot 0 is counted and not checked. With `plan.enable` 0 nothing is
+    checked, and only `kernel_run_counter` moves on. The canary buffer is only read.
+
+    The Triton backend is safe under CUDA graph capture: no allocation, no readback. The torch backend reads back, and
+    must not be captured; its violation rows come in entry order.
 
     Args:
-        context: Buffer, sources, ring and counters. `violation_ring` and the counters are in and out; the buffer is read.
-        plan: From `launch_canary_plan_kernels`, or filled by hand (a sweep).
-        check_verify_expected_token: Compare stored tokens with `plan.verify_expected_tokens` where these are not -1.
+        context: Buffer, sources and where to report; see `VerifyOrWriteContext`.
+        plan: Entries, as `launch_canary_plan_kernels` filled them.
+        check_verify_expected_token: Whether to compare tokens, where the plan knows them (not -1).
 
     Raises:
-        ValueError: An argument is ill-shaped, ill-typed, misplaced or not contiguous; in torch also a planned slot outside
-            the buffer. Nothing has been written then.
+        ValueError: an argument is not as `VerifyOrWriteContext` and `VerifyPlan` say, or has over four sources; nothing
+            has been written. The torch backend also refuses a slot outside the buffer or a source; the Triton backend
+            leaves such entries out and counts them (`skipped_entries`).
 
     Source:
-        SGLang's `launch_canary_verify_kernel`, whose results these are. Oracle: `tests/oracle.py`.
+        SGLang 0.5.23, `sglang.kernels.ops.kv_canary.verify`. Oracle: `tests/oracle.py`.
     """
 
     def launch() -> None:
-        check_verify(context, plan)
+        check_verify(context=context, plan=plan)
         backend_for(context.canary_buf.device).verify(
-            context=context, plan=plan, check_verify_expected_token=check_verify_expected_token
+            context=context, plan=plan, check_verify_expected_token=bool(check_verify_expected_token)
         )
 
     if hooks.observer is None:

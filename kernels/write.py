@@ -1,60 +1,68 @@
-"""Write: a record for every new token, chained to the one before it."""
+"""Write launcher: store the canary records of a batch's new tokens."""
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from . import hooks
 from .backend import backend_for
 from .buffers import VerifyOrWriteContext, WritePlan
 from .checks import check_write
 
+__all__ = ["launch_canary_write_kernel"]
+
 
 def launch_canary_write_kernel(
     *,
     context: VerifyOrWriteContext,
     plan: WritePlan,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    out_cache_loc: torch.Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    out_cache_loc: Tensor,
     enable_write_input_assert: bool,
-    expected_input_tokens: torch.Tensor | None,
-    expected_input_positions: torch.Tensor | None,
+    expected_input_tokens: Tensor | None,
+    expected_input_positions: Tensor | None,
 ) -> None:
-    """Store the canary records of the forward's new tokens.
+    """Store one record per new token, each request's chained from its seed slot.
 
-    A token is stored as it came, whatever the checks say. Checked are its token and position against the expected ones, if
-    given, and, where the chain has a seed and `context.enable_chain_position_assert` is not 0, that its position follows
-    the one before. Safe under CUDA graph capture: no allocation, no readback.
+    A record holds the token, its position, the hash of everything before it and the fingerprint of the slot's real K/V
+    bytes. Tokens with a negative slot are left out and do not move the chain on. Records are stored whatever the checks
+    say: a token or position other than the expected one (with `enable_write_input_assert`), and a position that does
+    not follow the one before (with a seed, where `enable_chain_position_assert` is not 0), give a violation row each.
+
+    The Triton backend is safe under CUDA graph capture: no allocation, no readback. The torch backend reads back, and
+    must not be captured. Where two requests store into one slot, or one is seeded from a slot that another stores into,
+    the torch backend works request after request, like SGLang's reference; on a device such launches race.
 
     Args:
-        context: Buffer, sources, ring and counters, all in and out but the sources.
-        plan: From `launch_canary_plan_kernels`.
-        input_ids: [tokens] int64.
-        positions: [tokens] int64, each token's position in its sequence.
-        out_cache_loc: [tokens] int64, the slot of each token, translated for the group by the caller; negative: skip.
-        enable_write_input_assert: Compare with the two expected tensors, which must be given then and be None otherwise.
-        expected_input_tokens: [tokens] int64 or None.
-        expected_input_positions: [tokens] int64 or None.
+        context: Buffer, sources and where to report; see `VerifyOrWriteContext`.
+        plan: Requests and seeds, as `launch_canary_plan_kernels` filled them.
+        input_ids: [num_tokens] int64. Tokens past the plan's last offset are padding.
+        positions: [num_tokens] int64.
+        out_cache_loc: [num_tokens] int64, the slot of each token, already translated for a sliding-window group.
+        enable_write_input_assert: Whether to compare with the two below.
+        expected_input_tokens: [num_tokens] int64; None without the comparison.
+        expected_input_positions: [num_tokens] int64; None without the comparison.
 
     Raises:
-        ValueError: An argument is ill-shaped, ill-typed, misplaced or not contiguous; in torch also a slot outside the
-            buffer. Nothing has been written then.
+        ValueError: an argument is not as above; nothing has been written. The torch backend also refuses a slot outside
+            the buffer or a source, and offsets past the tokens; the Triton backend leaves such tokens out and counts
+            them (`skipped_entries`).
 
     Source:
-        SGLang's `launch_canary_write_kernel`, whose results these are. Oracle: `tests/oracle.py`.
+        SGLang 0.5.23, `sglang.kernels.ops.kv_canary.write`. Oracle: `tests/oracle.py`.
     """
 
     def launch() -> None:
         check_write(
-            context,
-            plan,
-            input_ids,
-            positions,
-            out_cache_loc,
-            enable_write_input_assert,
-            expected_input_tokens,
-            expected_input_positions,
+            context=context,
+            plan=plan,
+            input_ids=input_ids,
+            positions=positions,
+            out_cache_loc=out_cache_loc,
+            enable_write_input_assert=enable_write_input_assert,
+            expected_input_tokens=expected_input_tokens,
+            expected_input_positions=expected_input_positions,
         )
         backend_for(context.canary_buf.device).write(
             context=context,
@@ -62,7 +70,7 @@ def launch_canary_write_kernel(
             input_ids=input_ids,
             positions=positions,
             out_cache_loc=out_cache_loc,
-            enable_write_input_assert=enable_write_input_assert,
+            enable_write_input_assert=bool(enable_write_input_assert),
             expected_input_tokens=expected_input_tokens,
             expected_input_positions=expected_input_positions,
         )
