@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 from triton import knobs
@@ -13,7 +13,7 @@ INTERPRETED = bool(knobs.runtime.interpret)
 _skipped: dict[torch.device, torch.Tensor] = {}
 
 
-@lru_cache(maxsize=None)
+@cache
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors to fill. The interpreter gets a few, so that grid strides are walked there too."""
     if device.type != "cuda":
@@ -25,7 +25,7 @@ def skipped_entries(device: torch.device) -> torch.Tensor:
     """Entries left out because they lay outside a buffer, a map or a row.
 
     Returns:
-        [1] int64 on `device`, counting up for the life of the process. Every launch on the device adds to the same word.
+        [1] int64 on `device`, counting up for the life of the process. Every launch there adds to the same word.
     """
     counter = _skipped.get(device)
     if counter is None:

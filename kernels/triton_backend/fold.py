@@ -6,7 +6,8 @@ zero each and are combined at the end.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from math import gcd
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import triton
 import triton.language as tl
@@ -22,17 +23,22 @@ class FoldArgs(NamedTuple):
     """The sources of one context, flattened to kernel arguments.
 
     `args` holds (address, rows' stride in words, page size in slots, token stride in words, words to read) of each
-    source, padded to `MAX_REAL_KV_SOURCES`; `num_slots` is how many slots every source has bytes for.
+    source, padded to `MAX_REAL_KV_SOURCES`; `chunk` is the words of a slot that load together, a divisor of every
+    source's words; `num_slots` is how many slots every source has bytes for.
     """
 
     num_sources: int
     paged: bool
+    chunk: int
     num_slots: int
     args: tuple[int, ...]
 
 
+MAX_CHUNK_WORDS: Final = 16
+"""One line of 128 bytes."""
+
 _NO_SOURCE = (0, 0, 1, 0, 0)
-_NO_SOURCES = FoldArgs(0, False, 2**62, _NO_SOURCE * MAX_REAL_KV_SOURCES)
+_NO_SOURCES = FoldArgs(0, False, 2, 2**62, _NO_SOURCE * MAX_REAL_KV_SOURCES)
 
 
 def fold_args(context: VerifyOrWriteContext) -> FoldArgs:
@@ -43,6 +49,7 @@ def fold_args(context: VerifyOrWriteContext) -> FoldArgs:
         return _NO_SOURCES
     args: list[int] = []
     paged = False
+    chunk = MAX_CHUNK_WORDS
     num_slots = 2**62
     for source in sources:
         tensor = source.tensor
@@ -50,6 +57,7 @@ def fold_args(context: VerifyOrWriteContext) -> FoldArgs:
         paged = paged or page_size != 1
         num_slots = min(num_slots, tensor.shape[0] * page_size)
         read_bytes = PARTIAL_READ_BYTES if mode == RealKvHashMode.PARTIAL else source.read_bytes
+        chunk = gcd(chunk, read_bytes // WORD_BYTES)
         args += (
             tensor.data_ptr(),
             tensor.stride(0) * tensor.element_size() // WORD_BYTES,
@@ -58,7 +66,46 @@ def fold_args(context: VerifyOrWriteContext) -> FoldArgs:
             read_bytes // WORD_BYTES,
         )
     args += _NO_SOURCE * (MAX_REAL_KV_SOURCES - len(sources))
-    return FoldArgs(len(sources), paged, num_slots, tuple(args))
+    return FoldArgs(len(sources), paged, chunk, num_slots, tuple(args))
+
+
+@triton.jit
+def _halve(parts, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Split every [BLOCK, WIDTH] part in even and odd words. Parts stay ordered by their words' lowest bits."""
+    evens = ()
+    odds = ()
+    for part in tl.static_range(len(parts)):
+        even, odd = tl.split(tl.reshape(parts[part], [BLOCK, WIDTH // 2, 2]))
+        evens = evens + (even,)  # noqa: RUF005
+        odds = odds + (odd,)  # noqa: RUF005
+    return evens + odds
+
+
+@triton.jit
+def _fold_words(acc, words, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """Fold CHUNK words of each slot, in order.
+
+    The words arrive as they were loaded, neighbours in neighbouring lanes. Splitting them down to columns hands every
+    lane its own slot's words: one trip through shared memory, where loads by slot would touch 32 lines a warp.
+    """
+    parts = (words,)
+    if CHUNK >= 16:
+        parts = _halve(parts, BLOCK, 16)
+    if CHUNK >= 8:
+        parts = _halve(parts, BLOCK, 8)
+    if CHUNK >= 4:
+        parts = _halve(parts, BLOCK, 4)
+    firsts = ()
+    seconds = ()
+    for part in tl.static_range(CHUNK // 2):
+        first, second = tl.split(parts[part])
+        firsts = firsts + (first,)  # noqa: RUF005
+        seconds = seconds + (second,)  # noqa: RUF005
+    for word in tl.static_range(CHUNK // 2):
+        acc = splitmix64(acc ^ as_u64(firsts[word]))
+    for word in tl.static_range(CHUNK // 2):
+        acc = splitmix64(acc ^ as_u64(seconds[word]))
+    return acc
 
 
 @triton.jit
@@ -69,9 +116,10 @@ def _fold_source(
     row_words,
     page_size,
     token_words,
-    num_words,  # a multiple of 2
+    num_words,  # a multiple of CHUNK
     PAGED: tl.constexpr,
     CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Fold the first `num_words` words of each slot in one source. Returns [BLOCK] uint64."""
     if PAGED:
@@ -82,21 +130,14 @@ def _fold_source(
     # Rows and tokens start at multiples of 16 bytes, so two words load as one.
     start = tl.multiple_of(start, 2)
     base_ptr = address.to(tl.int64).to(tl.pointer_type(tl.int64), bitcast=True)
-    pair = tl.arange(0, 2)
-    acc = tl.zeros_like(slot).to(tl.uint64)
-    whole = num_words // CHUNK * CHUNK
-    for first in range(0, whole, CHUNK):
-        for offset in tl.static_range(0, CHUNK, 2):
-            pair_ptr = base_ptr + (start + (first + offset))[:, None] + pair[None, :]
-            low, high = tl.split(tl.load(pair_ptr, mask=live[:, None], other=0))
-            acc = splitmix64(acc ^ as_u64(low))
-            acc = splitmix64(acc ^ as_u64(high))
-    for first in range(whole, num_words, 2):
-        pair_ptr = base_ptr + (start + first)[:, None] + pair[None, :]
-        low, high = tl.split(tl.load(pair_ptr, mask=live[:, None], other=0))
-        acc = splitmix64(acc ^ as_u64(low))
-        acc = splitmix64(acc ^ as_u64(high))
-    return acc
+    chunk_ptr = base_ptr + start[:, None] + tl.arange(0, CHUNK)[None, :]
+    acc = tl.zeros([BLOCK], tl.uint64)
+    words = tl.load(chunk_ptr, mask=live[:, None], other=0)
+    for following in range(CHUNK, num_words, CHUNK):
+        ahead = tl.load(chunk_ptr + following, mask=live[:, None], other=0)
+        acc = _fold_words(acc, words, BLOCK, CHUNK)
+        words = ahead
+    return _fold_words(acc, words, BLOCK, CHUNK)
 
 
 @triton.jit
@@ -126,27 +167,28 @@ def fold_sources(
     NUM_SOURCES: tl.constexpr,
     PAGED: tl.constexpr,
     CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Fingerprint of each live slot over all sources, in order. Returns [BLOCK] uint64, 0 without sources."""
-    acc = tl.zeros_like(slot).to(tl.uint64)
+    acc = tl.zeros([BLOCK], tl.uint64)
     if NUM_SOURCES >= 1:
         source_hash = _fold_source(
-            slot, live, address_0, row_words_0, page_size_0, token_words_0, num_words_0, PAGED, CHUNK
+            slot, live, address_0, row_words_0, page_size_0, token_words_0, num_words_0, PAGED, CHUNK, BLOCK
         )
         acc = splitmix64(acc ^ source_hash)
     if NUM_SOURCES >= 2:
         source_hash = _fold_source(
-            slot, live, address_1, row_words_1, page_size_1, token_words_1, num_words_1, PAGED, CHUNK
+            slot, live, address_1, row_words_1, page_size_1, token_words_1, num_words_1, PAGED, CHUNK, BLOCK
         )
         acc = splitmix64(acc ^ source_hash)
     if NUM_SOURCES >= 3:
         source_hash = _fold_source(
-            slot, live, address_2, row_words_2, page_size_2, token_words_2, num_words_2, PAGED, CHUNK
+            slot, live, address_2, row_words_2, page_size_2, token_words_2, num_words_2, PAGED, CHUNK, BLOCK
         )
         acc = splitmix64(acc ^ source_hash)
     if NUM_SOURCES >= 4:
         source_hash = _fold_source(
-            slot, live, address_3, row_words_3, page_size_3, token_words_3, num_words_3, PAGED, CHUNK
+            slot, live, address_3, row_words_3, page_size_3, token_words_3, num_words_3, PAGED, CHUNK, BLOCK
         )
         acc = splitmix64(acc ^ source_hash)
     return acc

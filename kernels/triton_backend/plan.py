@@ -1,7 +1,7 @@
 """Plan kernels: scan the batch into offsets, then gather one verify entry per cached position.
 
-One kernel body serves three launches: offsets alone, entries alone, and both fused. Fused, every program scans the batch
-for itself (a few kilobytes from L2), which costs less than a second launch that waits for the first.
+One kernel body serves three launches: offsets alone, entries alone, and both fused. Fused, every program scans the
+batch for itself (a few kilobytes from L2), which costs less than a second launch that waits for the first.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ _DUMMY_SLOT: tl.constexpr = tl.constexpr(DUMMY_SLOT)
 _MAX_LEN: tl.constexpr = tl.constexpr(2**48)
 """Lengths are clamped here before they are summed, so that 4096 absurd ones overflow the plan and never wrap int64."""
 
-_ENTRIES_PER_PROGRAM: Final = 64 if INTERPRETED else 1024
-_PROGRAMS_PER_SM: Final = 4
+_PAST_ANY_ENTRY: tl.constexpr = tl.constexpr(2**62)
+
+_ENTRIES_PER_PROGRAM: Final = 16 if INTERPRETED else 512
+_PROGRAMS_PER_SM: Final = 8
 
 
 @triton.jit
@@ -89,6 +91,64 @@ def _store_write_plan(
     _count_skipped(skipped_ptr, tl.sum(skipped.to(tl.int32), axis=0))
 
 
+@triton.jit
+def _gather_entries(
+    place,  # [BLOCK] int64: where the entries are stored
+    position,  # [BLOCK] int64
+    live,  # [BLOCK] bool
+    row,  # [BLOCK] int64, or one for all, and so pool_len
+    pool_len,
+    req_to_token_ptr,
+    map_ptr,
+    pool_ptr,
+    slots_ptr,
+    tokens_ptr,
+    positions_ptr,
+    prev_slots_ptr,
+    num_rows,
+    row_width,
+    row_stride,
+    map_len,
+    pool_rows,
+    pool_width,
+    pool_stride,
+    token_offset,
+    HAS_MAP: tl.constexpr,
+    HAS_POOL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Gather and store a block of entries, all of them if FULL. Returns how many had to be skipped, int32."""
+    readable = live & (row >= 0) & (row < num_rows) & (position < row_width)
+    token_ptr = req_to_token_ptr + row * row_stride + position
+    slot = tl.load(token_ptr, mask=readable, other=_DUMMY_SLOT).to(tl.int64)
+    prev_slot = tl.load(token_ptr - 1, mask=readable & (position > 0), other=-1).to(tl.int64)
+    skipped = live & ~readable
+    if HAS_MAP:
+        skipped = skipped | (readable & ((slot >= map_len) | (prev_slot >= map_len)))
+        slot = _translate(slot, readable, map_ptr, map_len)
+        prev_slot = _translate(prev_slot, readable, map_ptr, map_len)
+    expected = tl.full([BLOCK], -1, tl.int64)
+    if HAS_POOL:
+        pool_pos = position + token_offset
+        wanted = readable & (pool_pos >= 0) & (pool_pos < pool_len)
+        known = wanted & (row < pool_rows) & (pool_pos < pool_width)
+        expected = tl.load(pool_ptr + row * pool_stride + pool_pos, mask=known, other=-1).to(tl.int64)
+        skipped = skipped | (wanted & ~known)
+    if FULL:
+        # Without a mask two words store as one.
+        tl.store(slots_ptr + place, slot)
+        tl.store(tokens_ptr + place, expected)
+        tl.store(positions_ptr + place, position)
+        tl.store(prev_slots_ptr + place, prev_slot)
+    else:
+        tl.store(slots_ptr + place, slot, mask=live)
+        tl.store(tokens_ptr + place, expected, mask=live)
+        tl.store(positions_ptr + place, position, mask=live)
+        tl.store(prev_slots_ptr + place, prev_slot, mask=live)
+    return tl.sum(skipped.to(tl.int32), axis=0)
+
+
 _SIZES: Final = [
     "num_reqs",
     "num_rows",
@@ -103,7 +163,7 @@ _SIZES: Final = [
     "capacity",
     "write_offsets_len",
 ]
-"""Not specialised on: a size that happens to be 1 or a multiple of 16 must not compile anew in the middle of traffic."""
+"""Not specialised on: a size that is 1 or a multiple of 16 must not compile anew in the middle of traffic."""
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -194,6 +254,8 @@ def _plan_kernel(
         if ENTRIES:
             tl.debug_barrier()
     else:
+        req = tl.arange(0, BLOCK_REQS)
+        ends = tl.load(offsets_ptr + 1 + req, mask=req < num_reqs, other=_PAST_ANY_ENTRY)
         demand = tl.load(offsets_ptr + num_reqs)
         overflows = demand > capacity
         enable = tl.load(enable_ptr)
@@ -202,7 +264,7 @@ def _plan_kernel(
 
     if ENTRIES:
         cursor = tl.zeros([], tl.int64)
-        if ROTATE:
+        if ROTATE:  # noqa: SIM102 a branch of the compiler, then one of the device
             if overflows:
                 cursor = tl.load(cursor_ptr) % demand
                 cursor = tl.where(cursor < 0, cursor + demand, cursor)
@@ -212,44 +274,86 @@ def _plan_kernel(
         for start in range(first, num_stored, step):
             place = start + tl.arange(0, BLOCK)
             live = place < num_stored
-            entry = place
-            if ROTATE:
-                entry = place + cursor
-                entry = tl.where(entry >= demand, entry - demand, entry)
-            # The owner is the last request that starts at or before the entry.
-            owner = tl.zeros([BLOCK], tl.int32)
-            for level in tl.static_range(SEARCH_LEVELS):
-                later = owner + (BLOCK_REQS >> (level + 1))
-                reached = live & (later < num_reqs)
-                begin = tl.load(offsets_ptr + later, mask=reached, other=0)
-                owner = tl.where(reached & (begin <= entry), later, owner)
-
-            row = tl.load(req_pool_indices_ptr + owner, mask=live, other=0)
-            prefix_len = tl.load(prefix_lens_ptr + owner, mask=live, other=0)
-            begin = tl.load(offsets_ptr + owner, mask=live, other=0)
-            position = _window_start(prefix_len, window) + (entry - begin)
-            readable = live & (row >= 0) & (row < num_rows) & (position < row_width)
-            token_ptr = req_to_token_ptr + row * row_stride + position
-            slot = tl.load(token_ptr, mask=readable, other=_DUMMY_SLOT).to(tl.int64)
-            prev_slot = tl.load(token_ptr - 1, mask=readable & (position > 0), other=-1).to(tl.int64)
-            skipped = live & ~readable
-            if HAS_MAP:
-                skipped = skipped | (readable & ((slot >= map_len) | (prev_slot >= map_len)))
-                slot = _translate(slot, readable, map_ptr, map_len)
-                prev_slot = _translate(prev_slot, readable, map_ptr, map_len)
-            expected = tl.full([BLOCK], -1, tl.int64)
-            if HAS_POOL:
-                pool_pos = position + token_offset
-                pool_len = tl.load(pool_lens_ptr + owner, mask=live, other=0)
-                wanted = readable & (pool_pos >= 0) & (pool_pos < pool_len)
-                known = wanted & (row < pool_rows) & (pool_pos < pool_width)
-                expected = tl.load(pool_ptr + row * pool_stride + pool_pos, mask=known, other=-1).to(tl.int64)
-                skipped = skipped | (wanted & ~known)
-            tl.store(slots_ptr + place, slot, mask=live)
-            tl.store(tokens_ptr + place, expected, mask=live)
-            tl.store(positions_ptr + place, position, mask=live)
-            tl.store(prev_slots_ptr + place, prev_slot, mask=live)
-            num_skipped += tl.sum(skipped.to(tl.int32), axis=0)
+            # Long prefixes fill whole blocks: then one request owns all of it, and nothing has to be searched.
+            owner = tl.sum((ends <= start).to(tl.int32), axis=0)
+            is_whole = start + BLOCK <= num_stored
+            if not ROTATE:
+                is_whole = is_whole & (tl.sum((ends < start + BLOCK).to(tl.int32), axis=0) == owner)
+            if is_whole and not ROTATE:
+                one_prefix = tl.load(prefix_lens_ptr + owner)
+                one_pool_len = tl.zeros([], tl.int64)
+                if HAS_POOL:
+                    one_pool_len = tl.load(pool_lens_ptr + owner)
+                one_begin = tl.load(offsets_ptr + owner)
+                num_skipped += _gather_entries(
+                    place,
+                    _window_start(one_prefix, window) - one_begin + place,
+                    live,
+                    tl.load(req_pool_indices_ptr + owner),
+                    one_pool_len,
+                    req_to_token_ptr,
+                    map_ptr,
+                    pool_ptr,
+                    slots_ptr,
+                    tokens_ptr,
+                    positions_ptr,
+                    prev_slots_ptr,
+                    num_rows,
+                    row_width,
+                    row_stride,
+                    map_len,
+                    pool_rows,
+                    pool_width,
+                    pool_stride,
+                    token_offset,
+                    HAS_MAP,
+                    HAS_POOL,
+                    BLOCK,
+                    True,
+                )
+            else:
+                entry = place
+                if ROTATE:
+                    entry = place + cursor
+                    entry = tl.where(entry >= demand, entry - demand, entry)
+                # The owner is the last request that starts at or before the entry.
+                owners = tl.zeros([BLOCK], tl.int32)
+                for level in tl.static_range(SEARCH_LEVELS):
+                    later = owners + (BLOCK_REQS >> (level + 1))
+                    reached = live & (later < num_reqs)
+                    begins = tl.load(offsets_ptr + later, mask=reached, other=0)
+                    owners = tl.where(reached & (begins <= entry), later, owners)
+                prefixes = tl.load(prefix_lens_ptr + owners, mask=live, other=0)
+                pool_lens = tl.zeros([BLOCK], tl.int64)
+                if HAS_POOL:
+                    pool_lens = tl.load(pool_lens_ptr + owners, mask=live, other=0)
+                begins = tl.load(offsets_ptr + owners, mask=live, other=0)
+                num_skipped += _gather_entries(
+                    place,
+                    _window_start(prefixes, window) + (entry - begins),
+                    live,
+                    tl.load(req_pool_indices_ptr + owners, mask=live, other=0),
+                    pool_lens,
+                    req_to_token_ptr,
+                    map_ptr,
+                    pool_ptr,
+                    slots_ptr,
+                    tokens_ptr,
+                    positions_ptr,
+                    prev_slots_ptr,
+                    num_rows,
+                    row_width,
+                    row_stride,
+                    map_len,
+                    pool_rows,
+                    pool_width,
+                    pool_stride,
+                    token_offset,
+                    HAS_MAP,
+                    HAS_POOL,
+                    BLOCK,
+                    False,
+                )
         _count_skipped(skipped_ptr, num_skipped)
 
 
@@ -527,3 +631,7 @@ def _advance_cursor(cursor: Tensor | None, offsets: Tensor, num_reqs: int, capac
     # A launch of its own: every program of the plan reads the cursor, and none may move it under the others.
     if cursor is not None:
         _advance_cursor_kernel[(1,)](cursor, offsets, num_reqs, capacity)
+
+
+def refuse_unsafe_plan(**_: object) -> None:
+    """Nothing to refuse: reading the inputs would synchronise, and the kernels leave out what lies outside."""

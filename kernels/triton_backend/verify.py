@@ -92,30 +92,11 @@ def _verify_kernel(
         live = entry < num_active
         slot = tl.load(slots_ptr + entry, mask=live, other=_DUMMY_SLOT)
         prev_slot = tl.load(prev_slots_ptr + entry, mask=live, other=-1)
-        want_position = tl.load(positions_ptr + entry, mask=live, other=0)
-        want_token = tl.full([BLOCK], -1, tl.int64)
-        if CHECK_TOKEN:
-            want_token = tl.load(tokens_ptr + entry, mask=live, other=-1)
         wanted = live & (slot != _DUMMY_SLOT)
         checked = wanted & (slot > 0) & (slot < num_slots) & (prev_slot < num_records)
         num_skipped += tl.sum((wanted & ~checked).to(tl.int32), axis=0)
 
-        record_ptr = words_ptr + slot * slot_words
-        token = tl.load(record_ptr + _TOKEN, mask=checked, other=0)
-        position = tl.load(record_ptr + _POSITION, mask=checked, other=0)
-        chain_hash = tl.load(record_ptr + _PREV_HASH, mask=checked, other=0)
-        real_kv_hash = tl.load(record_ptr + _REAL_KV_HASH, mask=checked, other=0)
-        has_prev = checked & (prev_slot > 0)
-        prev_ptr = words_ptr + prev_slot * slot_words
-        prev_token = tl.load(prev_ptr + _TOKEN, mask=has_prev, other=0)
-        prev_position = tl.load(prev_ptr + _POSITION, mask=has_prev, other=0)
-        prev_hash = tl.load(prev_ptr + _PREV_HASH, mask=has_prev, other=0)
-
-        head = tl.full([BLOCK], HEAD_HASH, tl.uint64)
-        successor = mix3(as_u64(prev_hash), as_u64(prev_token), as_u64(prev_position))
-        want_hash = as_i64(tl.where(prev_slot < 0, head, successor))
-        # Predecessor unknown: nothing to compare with, and the row shows the stored hash.
-        want_hash = tl.where(prev_slot == 0, chain_hash, want_hash)
+        # The fold comes first: what is loaded after it does not have to live in registers through it.
         want_real_kv = as_i64(
             fold_sources(
                 slot,
@@ -143,8 +124,29 @@ def _verify_kernel(
                 NUM_SOURCES,
                 PAGED,
                 CHUNK,
+                BLOCK,
             )
         )
+        want_position = tl.load(positions_ptr + entry, mask=live, other=0)
+        want_token = tl.full([BLOCK], -1, tl.int64)
+        if CHECK_TOKEN:
+            want_token = tl.load(tokens_ptr + entry, mask=live, other=-1)
+        record_ptr = words_ptr + slot * slot_words
+        token = tl.load(record_ptr + _TOKEN, mask=checked, other=0)
+        position = tl.load(record_ptr + _POSITION, mask=checked, other=0)
+        chain_hash = tl.load(record_ptr + _PREV_HASH, mask=checked, other=0)
+        real_kv_hash = tl.load(record_ptr + _REAL_KV_HASH, mask=checked, other=0)
+        has_prev = checked & (prev_slot > 0)
+        prev_ptr = words_ptr + prev_slot * slot_words
+        prev_token = tl.load(prev_ptr + _TOKEN, mask=has_prev, other=0)
+        prev_position = tl.load(prev_ptr + _POSITION, mask=has_prev, other=0)
+        prev_hash = tl.load(prev_ptr + _PREV_HASH, mask=has_prev, other=0)
+
+        head = tl.full([BLOCK], HEAD_HASH, tl.uint64)
+        successor = mix3(as_u64(prev_hash), as_u64(prev_token), as_u64(prev_position))
+        want_hash = as_i64(tl.where(prev_slot < 0, head, successor))
+        # Predecessor unknown: nothing to compare with, and the row shows the stored hash.
+        want_hash = tl.where(prev_slot == 0, chain_hash, want_hash)
         reasons = tl.where(chain_hash != want_hash, _BAD_CHAIN, 0)
         reasons |= tl.where(position != want_position, _BAD_POSITION, 0)
         reasons |= tl.where(real_kv_hash != want_real_kv, _BAD_REAL_KV, 0)
@@ -173,7 +175,7 @@ def _block(num_sources: int) -> tuple[int, int, int]:
     if INTERPRETED:
         return 64, 1, 2
     if num_sources:
-        return 128, 4, 12
+        return 32, 1, 32
     return 256, 4, 8
 
 
@@ -210,7 +212,7 @@ def verify(*, context: VerifyOrWriteContext, plan: VerifyPlan, check_verify_expe
         CHECK_TOKEN=check_verify_expected_token,
         NUM_SOURCES=fold.num_sources,
         PAGED=fold.paged,
-        CHUNK=2 if INTERPRETED else 16,
+        CHUNK=fold.chunk,
         BLOCK=block,
         num_warps=num_warps,
     )
