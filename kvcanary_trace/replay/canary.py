@@ -89,6 +89,7 @@ class Canary:
             mapping = torch.from_numpy(engine.swa.mapping).to(device)
             window = engine.swa.window
             self.groups.append(self._group(Group.SWA, window, sizes.swa_pool_tokens + 1, 1, mapping))
+        self._lanes = torch.arange(_KV_WORDS, dtype=torch.int64, device=device)
         # Plan inputs are padded to the write capacity, as a captured graph would have them.
         one, two, three = torch.zeros((3, sizes.write_req_capacity), dtype=torch.int64)
         self._padded = (one, two, three)
@@ -211,8 +212,7 @@ class Canary:
     def run_model(self, canary: GroupCanary, step: StepTensors) -> None:
         """Write the KV bytes of the step's tokens."""
         seed = step.input_ids * -7046029254386353131 ^ (step.positions + 1) * -2960836687059489779
-        for word in range(_KV_WORDS):
-            canary.kv_words[step.slots[canary.group], word] = seed + word
+        canary.kv_words[step.slots[canary.group]] = seed.unsqueeze(1) + self._lanes
 
     def _verify_and_write(self, canary: GroupCanary, context: VerifyOrWriteContext, step: StepTensors) -> None:
         launch_canary_verify_kernel(context=context, plan=canary.verify_plan, check_verify_expected_token=False)
