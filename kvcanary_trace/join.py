@@ -135,7 +135,7 @@ def _joined(rows: Words, halves: Words, partner: _Index, host_only: Words) -> Jo
     host = np.full((num + extra, ROW_WORDS), NOT_MEASURED, dtype=np.int64)
     has_host = np.ones(num + extra, dtype=np.bool_)
     has_host[:num] = partner >= 0
-    host[: num][partner >= 0] = halves[partner[partner >= 0]]
+    host[:num][partner >= 0] = halves[partner[partner >= 0]]
     host[num:] = host_only
     return Joined(device, host, np.arange(num + extra) < num, has_host)
 

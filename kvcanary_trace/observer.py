@@ -1,0 +1,240 @@
+"""What a session does at each launch: the host probe, durations, violations, NVTX ranges. Nothing here raises or blocks."""
+
+from __future__ import annotations
+
+from collections import deque
+from time import perf_counter_ns, time_ns
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvcanary_trace.kernels.hooks import Call, PlanCall, VerifyCall, WriteCall
+from kvcanary_trace.kernels.layout import CanaryLaunchTag, ProbeWord
+from kvcanary_trace.kernels.probe import entries_checked, read_plan_inputs, read_verify_plan
+
+from . import names
+from .lane import GROUPS, Forward, Lane
+from .schema import NOT_MEASURED
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvcanary_trace.kernels.buffers import VerifyOrWriteContext
+
+    from .session import Session
+
+_KIND = int(ProbeWord.KIND)
+_TIME_NS = int(ProbeWord.TIME_NS)
+_BS = int(ProbeWord.BS)
+_VERIFY_PLANNED = int(ProbeWord.VERIFY_PLANNED)
+_VERIFY_CAPACITY = int(ProbeWord.VERIFY_CAPACITY)
+_VERIFY_ENABLED = int(ProbeWord.VERIFY_ENABLED)
+_VERIFY_CHECKED = int(ProbeWord.VERIFY_CHECKED)
+_VIOLATIONS = int(ProbeWord.VIOLATIONS)
+_VIOLATIONS_NEW = int(ProbeWord.VIOLATIONS_NEW)
+_VIOLATION_RING_CAPACITY = int(ProbeWord.VIOLATION_RING_CAPACITY)
+_PLAN_NS = int(ProbeWord.PLAN_NS)
+_VERIFY_NS = int(ProbeWord.VERIFY_NS)
+_WRITE_NS = int(ProbeWord.WRITE_NS)
+
+_TAG_GROUP: Final = tuple(int(tag.group) for tag in sorted(CanaryLaunchTag))
+_TAG_KIND: Final = tuple(int(tag.kind) for tag in sorted(CanaryLaunchTag))
+_TAG_NAME: Final = tuple(tag.name for tag in sorted(CanaryLaunchTag))
+_GROUP_NAMES: Final = tuple(GROUPS)
+
+_MAX_WATCHED_RINGS: Final = 64
+_MAX_DETAIL_ROWS: Final = 65_536
+
+
+class _WatchedRing:
+    """A violation ring that launches of this session write to, and how far we have seen it."""
+
+    __slots__ = ("index", "rows", "seen")
+
+    def __init__(self, index: torch.Tensor, rows: torch.Tensor) -> None:
+        self.index = index  # held, so that its id stays its own
+        self.rows = rows
+        self.seen: int = int(index.item())
+
+
+class Details:
+    """Rows that are too many or too rare for a ring, handed from launching threads to the drain thread.
+
+    `violations`: (step, forward, runner, group, time in ns, number of the first, [n, 8] int64 rows). `requests`: (step,
+    forward, runner, group, window, three [bs] arrays). Bounded: what does not fit is counted.
+    """
+
+    def __init__(self) -> None:
+        self.violations: deque[tuple[int, int, int, int, int, int, Any]] = deque()
+        self.requests: deque[tuple[int, int, int, int, int, Any, Any, Any]] = deque()
+        self.violations_lost = 0
+        self.requests_dropped = 0
+        self.violations_lost_from: int | None = None
+        """Step from which on violations are without detail, or None."""
+
+
+class Observer:
+    """A session's `hooks.LaunchObserver`. Called on whatever thread launches; each has its own lane."""
+
+    def __init__(self, session: Session, *, requests: bool) -> None:
+        self._session = session
+        self._requests = requests
+        self._rings: dict[int, _WatchedRing] = {}
+        self.details = Details()
+
+    def begin(self, call: Call) -> None:
+        """Read what the launch demands, open its range, start its clock."""
+        try:
+            lane = self._session.lane()
+            if call.__class__ is PlanCall:
+                self._begin_plan(lane, call)  # type: ignore[arg-type]
+            elif call.__class__ is VerifyCall or call.__class__ is WriteCall:
+                context = call.context  # type: ignore[union-attr]
+                if id(context.violation_write_index) not in self._rings:
+                    self._watch(context)
+                if lane.ranges is not None:
+                    self._push(lane, call)
+            lane.t0_ns = perf_counter_ns()
+        except Exception as error:
+            self._session.failed(error)
+
+    def end(self, call: Call, error: BaseException | None) -> None:
+        """Add what the launch did to the row that it belongs to."""
+        t1_ns = perf_counter_ns()
+        session = self._session
+        try:
+            lane = session.lane()
+            if lane.ranges is not None:
+                lane.ranges.pop()
+            if session.closed:
+                return
+            spent_ns = t1_ns - lane.t0_ns
+            if call.__class__ is PlanCall:
+                forward = lane.forward
+                if forward is None:
+                    return
+                row = forward.rows[-1]
+                row[_PLAN_NS] = spent_ns
+                row[_TIME_NS] = time_ns() if forward.time_ns is None else forward.time_ns
+                if error is None:
+                    read_verify_plan(call[0], row)
+                    if lane.probe_error is not None:
+                        session.failed(lane.probe_error)
+                lane.probe_error = None
+            else:
+                forward = self._end_launch(lane, call, spent_ns, error)  # type: ignore[arg-type]
+            if error is not None and forward is not None:
+                session.note_error(forward, error)
+        except Exception as failure:
+            session.failed(failure)
+
+    def _begin_plan(self, lane: Lane, call: PlanCall) -> None:
+        group = 1 if call[6] is not None or call[7] > 0 else 0
+        forward = lane.begin_forward(group)
+        row = forward.new_row(group, call[0], call[1])
+        try:
+            read_plan_inputs(call, row)
+            if self._requests:
+                self._note_requests(call, row)
+        except Exception as error:
+            # Malformed arguments: the launch refuses them with a better message than ours.
+            lane.probe_error = error
+        if lane.ranges is not None:
+            lane.ranges.push(names.PLAN, _GROUP_NAMES[group], _payload(row))
+
+    def _end_launch(
+        self, lane: Lane, call: VerifyCall | WriteCall, spent_ns: int, error: BaseException | None
+    ) -> Forward | None:
+        context, plan = call
+        tag = int(context.kernel_kind)
+        group = _TAG_GROUP[tag]
+        forward = lane.forward
+        if forward is None:
+            forward = lane.begin_forward(group)
+        row = lane.row_of(plan, group)
+        if call.__class__ is VerifyCall:
+            if row is None:  # planned before the session opened, or by somebody else
+                row = forward.new_row(group, plan)  # type: ignore[arg-type]
+                row[_TIME_NS] = time_ns()
+                row[_VERIFY_CAPACITY] = plan.verify_slot_indices.shape[0]  # type: ignore[union-attr]
+                read_verify_plan(plan, row)  # type: ignore[arg-type]
+            row[_KIND] = _TAG_KIND[tag]
+            row[_VERIFY_NS] = spent_ns + (row[_VERIFY_NS] if row[_VERIFY_NS] != NOT_MEASURED else 0)
+            checked = 0 if error is not None else entries_checked(plan)  # type: ignore[arg-type]
+            if checked is not None and (row[_VERIFY_CHECKED] == NOT_MEASURED or checked < row[_VERIFY_CHECKED]):
+                row[_VERIFY_CHECKED] = checked
+        else:
+            if row is None:
+                row = forward.new_row(group, None, plan)  # type: ignore[arg-type]
+                row[_TIME_NS] = time_ns()
+            row[_WRITE_NS] = spent_ns + (row[_WRITE_NS] if row[_WRITE_NS] != NOT_MEASURED else 0)
+        watched = self._rings.get(id(context.violation_write_index))
+        if watched is not None:
+            self._read_violations(watched, row)
+        return forward
+
+    # --- violations -------------------------------------------------------------------------------------------------
+
+    def _watch(self, context: VerifyOrWriteContext) -> None:
+        """Start to watch a ring; what it holds by now is not this session's."""
+        index = context.violation_write_index
+        if not index.is_cpu:
+            return
+        if len(self._rings) >= _MAX_WATCHED_RINGS:
+            self._rings.pop(next(iter(self._rings)), None)
+        self._rings[id(index)] = _WatchedRing(index, context.violation_ring)
+
+    def _read_violations(self, watched: _WatchedRing, row: list[int]) -> None:
+        total: int = watched.index.item()  # type: ignore[assignment]
+        capacity = watched.rows.shape[0]
+        if row[_VIOLATIONS] == NOT_MEASURED:
+            row[_VIOLATIONS], row[_VIOLATION_RING_CAPACITY], row[_VIOLATIONS_NEW] = total, capacity, 0
+        elif total * row[_VIOLATION_RING_CAPACITY] >= row[_VIOLATIONS] * capacity:  # the fullest ring speaks for a row
+            row[_VIOLATIONS], row[_VIOLATION_RING_CAPACITY] = total, capacity
+        seen = watched.seen
+        if total != seen:
+            watched.seen = total
+            if total > seen:  # less: somebody emptied the ring
+                row[_VIOLATIONS_NEW] += total - seen
+                self._note_violations(watched, row, seen, total, capacity)
+
+    def _note_violations(self, watched: _WatchedRing, row: list[int], seen: int, total: int, capacity: int) -> None:
+        details = self.details
+        kept = min(total, capacity)
+        lost = total - max(seen, kept)
+        if lost > 0:
+            details.violations_lost += lost
+            if details.violations_lost_from is None:
+                details.violations_lost_from = row[1]
+        if kept > seen:
+            if len(details.violations) >= _MAX_DETAIL_ROWS:
+                details.violations_lost += kept - seen
+                return
+            rows = watched.rows[seen:kept].numpy().copy()
+            details.violations.append((row[1], row[2], row[3], row[4], row[_TIME_NS], seen, rows))
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _note_requests(self, call: PlanCall, row: list[int]) -> None:
+        if not call.req_pool_indices.is_cpu:
+            return
+        details = self.details
+        if len(details.requests) >= _MAX_DETAIL_ROWS:
+            details.requests_dropped += call.req_pool_indices.shape[0]
+            return
+        parts = (call.req_pool_indices, call.prefix_lens, call.extend_seq_lens)
+        copies = [part.numpy().astype(np.int64, copy=True) for part in parts]
+        details.requests.append((row[1], row[2], row[3], row[4], call.swa_window_size, *copies))
+
+    def _push(self, lane: Lane, call: VerifyCall | WriteCall) -> None:  # type: ignore[valid-type]
+        context, plan = call
+        tag = int(context.kernel_kind)
+        row = lane.row_of(plan, _TAG_GROUP[tag])
+        name = names.VERIFY if call.__class__ is VerifyCall else names.WRITE
+        assert lane.ranges is not None
+        lane.ranges.push(name, _TAG_NAME[tag], _payload(row) if row is not None else None)
+
+
+def _payload(row: list[int]) -> int | None:
+    bs = row[_BS]
+    return None if bs == NOT_MEASURED else bs

@@ -1,0 +1,572 @@
+"""`trace()`: opens the one session of this process, with its rings, its drain thread and its sinks."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Literal, TypeVar
+
+from kvcanary_trace.kernels import hooks
+from kvcanary_trace.kernels.layout import ProbeWord
+
+from . import config, names, nvtx_ranges, steps
+from .drain import Drain
+from .errors import SessionError, SettingError
+from .lane import EMPTY_ROW, GROUPS, MODES, RUNNERS, Forward, Lane
+from .observer import Details, Observer
+from .runfile import Run, check_run_id, new_run_id
+from .schema import NOT_MEASURED, ErrorCode, HostWord
+from .sinks import Sink
+from .steps import step
+
+__all__ = ["Session", "TraceStats", "step", "trace"]
+
+_log: Final = logging.getLogger(names.LOGGER)
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_MAX_MESSAGES: Final = 4096
+_MAX_MESSAGE_CHARS: Final = 1000
+_CODES: Final = {member.code: number for number, member in enumerate(ErrorCode)}
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStats:
+    """What a session recorded and what it lost. published = drained + ring_overwritten + pending, always."""
+
+    run: str
+    steps: int
+    """Rows of table steps given to the sinks."""
+    violations: int
+    requests: int
+    last_step: int | None
+    published: int
+    """Probe rows put into the rings."""
+    drained: int
+    pending: int
+    ring_overwritten: int
+    host_ring_overwritten: int
+    rows_dropped: int
+    """Rows that a failing sink did not take in time, and details that did not fit."""
+    violations_lost: int
+    """Violations without detail: their ring was full."""
+    violations_lost_from: int | None
+    """Step from which on violations are without detail."""
+    halves_unmatched: int
+    sink_errors: int
+    observer_errors: int
+    last_lost_seq: int | None
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing was lost."""
+        return not any(
+            (
+                self.ring_overwritten,
+                self.host_ring_overwritten,
+                self.rows_dropped,
+                self.violations_lost,
+                self.halves_unmatched,
+                self.observer_errors,
+            )
+        )
+
+
+class Session:
+    """An open trace. `record`, `stats`, `flush` and `close` may be called on any thread."""
+
+    def __init__(self, sinks: Sequence[Sink], settings: Mapping[str, config.Effective], run: Run) -> None:
+        """Prepare a session; `trace()` opens it."""
+        self.run = run
+        self.closed = False
+        self.ring_rows: int = settings["ring_rows"].value
+        self.write_entry_capacity: int | None = settings["write_entry_capacity"].value
+        self.nvtx_domain = nvtx_ranges.open_domain(settings["nvtx"].value)
+        self.step_numbers = itertools.count()
+        self.messages: list[str] = []
+        self._message_numbers: dict[str, int] = {}
+        self._violations_seen = dict.fromkeys(RUNNERS.values(), 0)
+        self._observer_errors = 0
+        self._largest_step = -1
+        self._local = threading.local()
+        self._lanes: list[Lane] = []
+        self._lane_numbers = itertools.count()
+        self._pid = os.getpid()
+        self._close_lock = threading.Lock()
+        self._observer = Observer(self, requests=settings["detail"].value == "requests")
+        self._drain = Drain(self, sinks, settings["flush_interval_s"].value)
+        run.counters = self._counters
+
+    # --- what users call --------------------------------------------------------------------------------------------
+
+    @property
+    def run_id(self) -> str:
+        """The run's id in the dataset."""
+        return self.run.run
+
+    @property
+    def stats(self) -> TraceStats:
+        """What was recorded and lost so far; final once the session is closed."""
+        drain, details = self._drain, self._observer.details
+        lanes = self.lanes()
+        readers = [(lane.device_reader, lane.number) for lane in lanes]
+        # Drained before published: a row is never counted as drained and not yet published.
+        drained = drain.drained + sum(reader.drained for reader, _ in readers)
+        overwritten = drain.overwritten + sum(reader.overwritten for reader, _ in readers)
+        published = drain.published + sum(lane.device.published for lane in lanes)
+        lost = [r.last_lost_seq + (number << 40) for r, number in readers if r.last_lost_seq is not None]
+        return TraceStats(
+            run=self.run.run,
+            steps=drain.rows["steps"],
+            violations=drain.rows["violations"],
+            requests=drain.rows["requests"],
+            last_step=drain.last_step,
+            published=published,
+            drained=drained,
+            pending=published - drained - overwritten,
+            ring_overwritten=overwritten,
+            host_ring_overwritten=drain.host_overwritten + sum(lane.host_reader.overwritten for lane in lanes),
+            rows_dropped=sum(outlet.rows_dropped for outlet in drain.outlets) + details.requests_dropped,
+            violations_lost=details.violations_lost,
+            violations_lost_from=details.violations_lost_from,
+            halves_unmatched=drain.joiner.unmatched,
+            sink_errors=sum(outlet.errors for outlet in drain.outlets),
+            observer_errors=self._observer_errors + drain.errors,
+            last_lost_seq=lost[-1] if lost else drain.last_lost_seq,
+        )
+
+    def record(
+        self,
+        *,
+        step: int,
+        forward: int = 0,
+        runner: Literal["target", "draft"] = "target",
+        group: Literal["full", "swa"] = "full",
+        mode: str = "unknown",
+        bs: int | None = None,
+        bs_launched: int | None = None,
+        write_req_capacity: int | None = None,
+        write_entries: int | None = None,
+        verify_demand: int | None = None,
+        verify_planned: int | None = None,
+        verify_capacity: int | None = None,
+        verify_enabled: bool | None = None,
+        verify_checked: int | None = None,
+        entries_skipped: int | None = None,
+        prefix_len_max: int | None = None,
+        prefix_len_sum: int | None = None,
+        seq_len_max: int | None = None,
+        req_to_token_width: int | None = None,
+        violations: int | None = None,
+        violation_ring_capacity: int | None = None,
+        graph_replay: bool | None = None,
+        write_entry_capacity: int | None = None,
+        kv_used: int | None = None,
+        kv_capacity: int | None = None,
+        resident_reqs: int | None = None,
+        resident_tokens: int | None = None,
+        waiting_reqs: int | None = None,
+        waiting_tokens: int | None = None,
+        plan_ns: int | None = None,
+        verify_ns: int | None = None,
+        write_ns: int | None = None,
+        host_ns: int | None = None,
+        error: str | None = None,
+        error_message: str | None = None,
+        time_ns: int | None = None,
+    ) -> None:
+        """Record one whole row without kernels: names, units and meanings are those of the `steps` table.
+
+        Args:
+            error: Code of `schema.ErrorCode`; derived from `error_message` when only that is given.
+            time_ns: Unix time in ns; the host's clock when None.
+
+        Raises:
+            ValueError: `mode`, `runner`, `group` or `error` is unknown.
+            SessionError: the session is closed.
+        """
+        if self.closed:
+            raise SessionError("record() on a closed session; rows belong inside the `with trace(...)` block")
+        lane = self.lane()
+        new = None
+        number = _known(RUNNERS, "runner", runner)
+        if violations is not None:
+            seen = self._violations_seen[number]
+            new = violations - seen if violations >= seen else violations
+            self._violations_seen[number] = violations
+        row_forward = Forward(step, forward, number, time.time_ns() if time_ns is None else time_ns)
+        row = row_forward.new_row(_known(GROUPS, "group", group), None)
+        row[_FIRST_FACT : _FIRST_FACT + len(_FACTS)] = [
+            NOT_MEASURED if value is None else value
+            for value in (
+                bs,
+                bs_launched,
+                write_req_capacity,
+                write_entries,
+                verify_demand,
+                verify_planned,
+                verify_capacity,
+                verify_enabled,
+                verify_checked,
+                entries_skipped,
+                prefix_len_max,
+                prefix_len_sum,
+                seq_len_max,
+                req_to_token_width,
+                violations,
+                violation_ring_capacity,
+                plan_ns,
+                verify_ns,
+                write_ns,
+                new,
+            )
+        ]
+        if error_message is not None or error is not None:
+            row_forward.error = ErrorNumber.of(error, error_message)
+            row_forward.message = self._message_number(error_message)
+        host = EMPTY_ROW.copy()
+        host[_MODE] = _known(MODES, "mode", mode)
+        if write_entry_capacity is None:
+            write_entry_capacity = self.write_entry_capacity
+        host[_FIRST_HOST_FACT : _FIRST_HOST_FACT + len(_HOST_FACTS)] = [
+            NOT_MEASURED if value is None else value
+            for value in (
+                graph_replay,
+                host_ns,
+                write_entry_capacity,
+                kv_used,
+                kv_capacity,
+                resident_reqs,
+                resident_tokens,
+                waiting_reqs,
+                waiting_tokens,
+            )
+        ]
+        self.saw_step(step)
+        lane.publish(row_forward, host)
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait until every row published by now went to the sinks. For programs that may wait; engines need not.
+
+        Returns:
+            False when it took longer than `timeout_s`, or when there is nothing to wait for.
+        """
+        if self.closed or self._pid != os.getpid():
+            return False
+        return self._drain.flush(timeout_s)
+
+    def close(self, error: BaseException | str | None = None) -> None:
+        """Drain what is left, seal the files and end the run; `error` marks it as failed. Closing twice is harmless."""
+        if self._pid != os.getpid():
+            return  # a forked child: the files are the parent's
+        with self._close_lock:
+            if self.closed:
+                return
+            if hooks.observer is self._observer:
+                hooks.observer = None
+            if steps.open_session is self:
+                steps.open_session = None
+            self._publish_open()
+            self.closed = True
+        atexit.unregister(self._close_at_exit)
+        self.run.status = "failed" if error is not None else "completed"
+        self.run.error = None if error is None else error if isinstance(error, str) else describe(error)
+        self._drain.stop()
+
+    # --- what the other parts call ----------------------------------------------------------------------------------
+
+    @property
+    def details(self) -> Details:
+        """Violations and requests on their way to the drain thread."""
+        return self._observer.details
+
+    def open(self) -> None:
+        """Become the session of this process. Sinks are open by now."""
+        atexit.register(self._close_at_exit)
+        self._drain.start()
+        steps.open_session = self
+        hooks.observer = self._observer
+
+    def lane(self) -> Lane:
+        """The calling thread's lane."""
+        try:
+            lane: Lane = self._local.lane
+        except AttributeError:
+            lane = self._local.lane = Lane(self, next(self._lane_numbers))
+            self._lanes.append(lane)
+        return lane
+
+    def lanes(self) -> list[Lane]:
+        """All lanes that may still have rows."""
+        return self._lanes.copy()
+
+    def drop_lane(self, lane: Lane) -> None:
+        """Forget a lane whose thread ended and whose rings are empty."""
+        self._lanes.remove(lane)
+
+    def wake(self) -> None:
+        """Ask the drain thread to flush soon."""
+        self._drain.wake()
+
+    def saw_step(self, number: int) -> None:
+        """Count on from a step number that the engine gave."""
+        if number > self._largest_step:
+            self._largest_step = number
+            self.step_numbers = itertools.count(number + 1)
+
+    def failed(self, error: Exception) -> None:
+        """Count an error of ours on the engine's path; the first one goes to the log."""
+        self._observer_errors += 1
+        if self._observer_errors == 1:
+            _log.error("recording failed and goes on; further failures are only counted", exc_info=error)
+
+    def note_error(self, forward: Forward, error: BaseException) -> None:
+        """Put an exception of the engine or of a launcher into a forward; the first one stands."""
+        if forward.error == NOT_MEASURED:
+            message = describe(error)
+            forward.error = ErrorNumber.of(None, message)
+            forward.message = self._message_number(message)
+
+    def about_to_close(self) -> None:
+        """All rows went to the sinks; the run file's last state is due."""
+        self.run.ended_ns = time.time_ns()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _publish_open(self) -> None:
+        """Publish what is open in every lane; threads that are in a step find the session closed when they end it."""
+        for lane in self.lanes():
+            try:
+                if lane.step is not None:
+                    lane.step.close_early(lane)
+                else:
+                    lane.end_implicit()
+            except Exception as error:
+                self.failed(error)
+
+    def _message_number(self, message: str | None) -> int:
+        if message is None:
+            return NOT_MEASURED
+        number = self._message_numbers.get(message)
+        if number is None:
+            if len(self.messages) >= _MAX_MESSAGES:
+                return NOT_MEASURED
+            self.messages.append(message[:_MAX_MESSAGE_CHARS])
+            number = self._message_numbers[message] = len(self.messages) - 1
+        return number
+
+    def _counters(self) -> dict[str, Any]:
+        stats = self.stats
+        return {
+            "losses": {
+                "ring_overwritten": stats.ring_overwritten,
+                "host_ring_overwritten": stats.host_ring_overwritten,
+                "rows_dropped": stats.rows_dropped,
+                "violations_lost": stats.violations_lost,
+                "violations_lost_from": stats.violations_lost_from,
+                "halves_unmatched": stats.halves_unmatched,
+                "sink_errors": stats.sink_errors,
+                "observer_errors": stats.observer_errors,
+                "last_lost_seq": stats.last_lost_seq,
+            },
+            "rows": {"steps": stats.steps, "violations": stats.violations, "requests": stats.requests},
+            "last_step": stats.last_step,
+        }
+
+    def _close_at_exit(self) -> None:
+        died_of = getattr(sys, "last_value", None)
+        self.close(died_of if died_of is not None else None)
+
+    def __repr__(self) -> str:
+        return f"<Session {self.run.run} {'closed' if self.closed else 'open'}>"
+
+
+class ErrorNumber:
+    """Numbers of `ErrorCode` members, as ring words."""
+
+    @staticmethod
+    def of(code: str | None, message: str | None) -> int:
+        """The number of `code`, or of the code that `message` shows.
+
+        Raises:
+            ValueError: `code` is unknown.
+        """
+        return _known(_CODES, "error", code if code is not None else ErrorCode.of(message or "").code)
+
+
+def _known(numbers: Mapping[str, int], what: str, name: str) -> int:
+    number = numbers.get(name)
+    if number is None:
+        raise ValueError(f"{what} must be one of {', '.join(numbers)}, got {name!r}")
+    return number
+
+
+def describe(error: BaseException) -> str:
+    """`Type: message`, or the message alone where it says whose it is."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its message cannot be shown)"
+    return text if text.startswith("kv-canary") else f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+_FIRST_FACT: Final = int(ProbeWord.BS)
+_FACTS: Final = [word for word in ProbeWord if ProbeWord.BS <= word <= ProbeWord.VIOLATIONS_NEW]
+_FIRST_HOST_FACT: Final = int(HostWord.GRAPH_REPLAY)
+_HOST_FACTS: Final = [word for word in HostWord if HostWord.GRAPH_REPLAY <= word <= HostWord.WAITING_TOKENS]
+_MODE: Final = int(HostWord.MODE)
+assert len(_FACTS) == 20 and len(_HOST_FACTS) == 9  # the order of the two tuples in record()
+
+
+class trace:  # noqa: N801 (reads as a verb: `with kv_canary.trace(...):`)
+    """Record what the canary does at every step, as a context manager that yields the `Session`, or as a decorator.
+
+    Arguments that are None come from `KVCANARY_TRACE_*`, else from the default. One session is open at a time.
+
+    Args:
+        path_or_sink: Directory of the dataset, a `Sink`, or several of both; `KVCANARY_TRACE_DIR`, then `traces`.
+        run: The run's id; a fresh one when None. A run that exists is never mixed or overwritten.
+        rank: This process's rank; `KVCANARY_TRACE_RANK`, then `RANK`, then 0.
+        flush_interval_s: Seconds after which a row is on disk at the latest.
+        part_rows: Rows after which a part is sealed.
+        part_seconds: Seconds after which a part is sealed.
+        ring_rows: Rows that each ring keeps, 256 bytes each.
+        detail: "requests" records each request of each step in a table of its own.
+        write_entry_capacity: Tokens that the engine's buffers hold, for the rows' column.
+        engine: Engine arguments, for the run file.
+        capacities: For the run file; dicts with `capacity`, `group`, `value` and `origin`.
+        nvtx: Whether to emit NVTX ranges when a tool listens.
+        device: What the engine runs on, for the run file.
+
+    Raises:
+        SettingError: a setting is unknown, malformed or impossible.
+        SessionError: on entering, when a session is already open.
+        DatasetError: on entering, when the directory cannot be written or already has the run.
+    """
+
+    def __init__(
+        self,
+        path_or_sink: str | os.PathLike[str] | Sink | Sequence[str | os.PathLike[str] | Sink] | None = None,
+        *,
+        run: str | None = None,
+        rank: int | None = None,
+        flush_interval_s: float | None = None,
+        part_rows: int | None = None,
+        part_seconds: float | None = None,
+        ring_rows: int | None = None,
+        detail: Literal["requests"] | None = None,
+        write_entry_capacity: int | None = None,
+        engine: Mapping[str, Any] | None = None,
+        capacities: Sequence[Mapping[str, Any]] | None = None,
+        nvtx: bool | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self._path_or_sink = path_or_sink
+        arguments = {
+            "dir": os.fspath(path_or_sink) if isinstance(path_or_sink, (str, os.PathLike)) else None,
+            "run": run,
+            "rank": rank,
+            "flush_interval_s": flush_interval_s,
+            "part_rows": part_rows,
+            "part_seconds": part_seconds,
+            "ring_rows": ring_rows,
+            "detail": detail,
+            "write_entry_capacity": write_entry_capacity,
+            "nvtx": nvtx,
+        }
+        self._settings = config.resolve(arguments)
+        if (asked := self._settings["run"].value) is not None:
+            check_run_id(asked)
+        self._engine = dict(engine or {})
+        self._capacities = [dict(capacity) for capacity in capacities or ()]
+        self._device = device
+        self._session: Session | None = None
+
+    def __enter__(self) -> Session:
+        if steps.open_session is not None:
+            raise SessionError(
+                f"a session is already open (run {steps.open_session.run_id}); sessions do not nest: close it first, "
+                "or give its trace() several sinks"
+            )
+        value = {name: effective.value for name, effective in self._settings.items()}
+        run = Run(
+            run=value["run"] or new_run_id(),
+            rank=value["rank"],
+            world_size=max(value["world_size"], value["rank"] + 1),
+            device=self._device,
+            engine=self._engine,
+            capacities=self._capacities,
+            settings={name: {"value": e.value, "origin": e.origin} for name, e in self._settings.items()},
+        )
+        sinks = list(self._sinks(value))
+        session = Session(sinks, self._settings, run)
+        for sink in sinks:
+            sink.open(run)
+        session.open()
+        self._session = session
+        return session
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close(error)
+
+    def _sinks(self, value: Mapping[str, Any]) -> Iterable[Sink]:
+        from .sinks.parquet import ParquetSink
+
+        given = self._path_or_sink
+        if given is None:
+            given = value["dir"]
+        several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+        if not several:
+            raise SettingError("trace() needs at least one directory or sink, got an empty sequence")
+        for one in several:
+            if isinstance(one, (str, os.PathLike)):
+                yield ParquetSink(Path(one), part_rows=value["part_rows"], part_seconds=value["part_seconds"])
+            elif isinstance(one, Sink):
+                yield one
+            else:
+                raise SettingError(f"a sink is a directory or has open, write and close, got {type(one).__name__}")
+
+    def __call__(self, function: _Function) -> _Function:
+        """Give each call of `function` a session of its own. Works for coroutine functions too."""
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def asynchronous(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return await function(*args, **kwargs)
+
+            return asynchronous  # type: ignore[return-value]
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return wrapper  # type: ignore[return-value]
+
+
+def _forget_in_child() -> None:
+    """A forked child has no drain thread and must not touch the parent's files: it records nothing."""
+    session = steps.open_session
+    steps.open_session = None
+    if session is not None:
+        session.closed = True
+        hooks.observer = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
