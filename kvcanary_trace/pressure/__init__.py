@@ -1,1 +1,1 @@
-"""Pressure: what a canary's capacities are, how full they get, and which will break. Live and offline alike; numpy only."""
+"""Pressure: what a canary's capacities are, how full they get, and which will break. Live and offline; numpy only."""

@@ -110,7 +110,7 @@ CAPACITIES: Final = (
         consequence="the step goes unverified",
         levers=(),
         direction="raise",
-        advice='no flag sets it, it follows the size of the KV pool; with these launchers overflow="rotate" checks a part',
+        advice='no flag sets it, it follows the size of the KV pool; our launchers can check a part (overflow="rotate")',
         granule=1024,
     ),
     Capacity(
