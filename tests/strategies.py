@@ -350,7 +350,7 @@ def verify_plan_of(
 def clean_buffer(
     seed: int, write: Callable[..., None], *, device: torch.device | str = "cpu", many: bool = False
 ) -> tuple[Draw, VerifyOrWriteContext, list[tuple[int, int, int, int]]]:
-    """A buffer that `write` filled with chains, and the entries that describe it: no violation, until one is planted."""
+    """A buffer that `write` filled with chains, and the entries that describe it: no violation until one is planted."""
     case = write_case(seed, device=device, many=many)
     context = case.run(write)
     draw = Draw(seed ^ 0x5EED, device)
