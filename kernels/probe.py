@@ -42,12 +42,12 @@ def read_plan_inputs(call: PlanCall, row: list[int]) -> None:
 
     Args:
         call: Arguments as the caller gave them, possibly malformed.
-        row: [PROBE_WORDS] words of `ProbeWord`, out. Capacities and shapes always; demands where the inputs are on the CPU.
+        row: [PROBE_WORDS] words of `ProbeWord`, out. Shapes always; demands where the inputs are on the CPU.
 
     Raises:
         Exception: the arguments are no plan inputs at all; what was read until then stands in `row`.
     """
-    plan, write_plan, reqs, prefixes, extends, req_to_token, mapping, window, _ = call
+    plan, write_plan, reqs, prefixes, extends, req_to_token, _mapping, window, _ = call
     row[_BS_LAUNCHED] = bs = reqs.shape[0]
     row[_WRITE_REQ_CAPACITY] = write_plan.write_seed_slot_indices.shape[0]
     row[_VERIFY_CAPACITY] = plan.verify_slot_indices.shape[0]

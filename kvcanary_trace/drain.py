@@ -1,7 +1,7 @@
 """The drain thread: reads all rings, joins the halves, makes Arrow batches and hands them to the sinks.
 
-Everything slow happens here. A sink that fails is reported once and offered the same rows again; its backlog is bounded,
-and what falls out of it is counted.
+Everything slow happens here. A sink that fails is reported once and offered the same rows again; its backlog is
+bounded, and what falls out of it is counted.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import numpy as np
 import pyarrow as pa
 
+from kvcanary_trace.kernels.layout import ProbeWord
+
 from . import names
 from .columns import requests_batch, steps_batch, violations_batch
 from .join import Joiner
 from .lane import Lane
 from .ring import ROW_WORDS, Words
-from .schema import ProbeWord
 from .sinks import Sink
 
 if TYPE_CHECKING:

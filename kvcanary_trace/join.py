@@ -12,8 +12,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvcanary_trace.kernels.layout import ProbeWord
+
 from .ring import ROW_WORDS, Words
-from .schema import NOT_MEASURED, HostWord, ProbeWord
+from .schema import NOT_MEASURED, HostWord
 
 Flags = npt.NDArray[np.bool_]
 _Index = npt.NDArray[np.int64]

@@ -1,7 +1,7 @@
 """One thread's part of a session: its two rings and the forward that is open in it.
 
-Each thread that steps or launches gets a lane of its own on first use, so that every ring has one producer and no thread
-ever waits for another. The drain thread reads all lanes; the join does not care which lane a half came through.
+Each thread that steps or launches gets a lane of its own on first use, so that every ring has one producer and no
+thread ever waits for another. The drain thread reads all lanes; the join does not care which lane a half came through.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 
 from kvcanary_trace.kernels.layout import PROBE_WORDS, Group, ProbeWord, Runner
 
-from . import names
 from .nvtx_ranges import Ranges
 from .ring import ROW_WORDS, Ring, RingReader
 from .schema import HOST_WORDS, NOT_MEASURED, HostWord, Mode
@@ -70,11 +69,9 @@ class Forward:
 
     def row_of_plan(self, plan: object) -> list[int] | None:
         """The open row of this very plan, a VerifyPlan or a WritePlan."""
-        at = 0
-        for row in self.rows:
+        for at, row in enumerate(self.rows):
             if self.plans[at] is plan or self.writes[at] is plan:
                 return row
-            at += 1
         return None
 
     def row_of_group(self, group: int) -> list[int] | None:
@@ -183,5 +180,3 @@ _ERROR = int(HostWord.ERROR)
 _ERROR_MESSAGE = int(HostWord.ERROR_MESSAGE)
 _DEVICE_ROWS = int(HostWord.DEVICE_ROWS)
 assert [HostWord.STEP, HostWord.FORWARD, HostWord.RUNNER, HostWord.TIME_NS] == [1, 2, 3, 4]
-
-__all__ = ["GROUPS", "MODES", "RUNNERS", "Forward", "Lane", "names"]

@@ -1,4 +1,4 @@
-"""What a session does at each launch: the host probe, durations, violations, NVTX ranges. Nothing here raises or blocks."""
+"""What a session does at each launch: host probe, durations, violations, NVTX ranges. Nothing here raises or blocks."""
 
 from __future__ import annotations
 

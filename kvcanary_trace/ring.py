@@ -1,9 +1,9 @@
 """The flight recorder: fixed rows of int64 words in host memory, one producer, oldest row overwritten.
 
 A row is published in three moves: word 0 becomes -seq, the row is filled and its last word becomes seq, word 0 becomes
-seq. A reader reads the last word, copies the row, reads word 0 and takes the row only if both are the positive seq that it
-expects. Without the invalidation first, a reader accepts torn rows. x86 keeps the order of these stores and loads; inside
-one process the interpreter lock does so anywhere.
+seq. A reader reads the last word, copies the row, reads word 0 and takes the row only if both are the positive seq that
+it expects. Without the invalidation first, a reader accepts torn rows. x86 keeps the order of these stores and loads;
+inside one process the interpreter lock does so anywhere.
 
 Rows are numbered from 1. Every row ends up in exactly one place: published = drained + overwritten + pending.
 """
@@ -44,7 +44,7 @@ class Ring:
             raise ValueError(f"a ring needs at least 2 rows, got {rows}")
         self.rows = rows
         self.words: Words = np.zeros((rows, ROW_WORDS), dtype=np.int64) if words is None else words
-        flat = memoryview(self.words.reshape(-1))
+        flat = memoryview(self.words.reshape(-1))  # type: ignore[arg-type]
         self._cells = flat.cast("B").cast("q")
         self._buffer = flat.cast("B")
         self._pack_into = struct.Struct(f"={ROW_WORDS}q").pack_into

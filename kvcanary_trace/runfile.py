@@ -1,4 +1,4 @@
-"""What ran, how it ended and what was lost: `DIR/runs/<run>.<rank>.json`, and the short form inside each Parquet file."""
+"""What ran, how it ended and what was lost: `DIR/runs/<run>.<rank>.json`, and the short form in each Parquet file."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ class Session:
             )
         ]
         if error_message is not None or error is not None:
-            row_forward.error = ErrorNumber.of(error, error_message)
+            row_forward.error = error_number(error, error_message)
             row_forward.message = self._message_number(error_message)
         host = EMPTY_ROW.copy()
         host[_MODE] = _known(MODES, "mode", mode)
@@ -334,7 +334,7 @@ class Session:
         """Put an exception of the engine or of a launcher into a forward; the first one stands."""
         if forward.error == NOT_MEASURED:
             message = describe(error)
-            forward.error = ErrorNumber.of(None, message)
+            forward.error = error_number(None, message)
             forward.message = self._message_number(message)
 
     def about_to_close(self) -> None:
@@ -356,11 +356,11 @@ class Session:
 
     def _message_number(self, message: str | None) -> int:
         if message is None:
-            return NOT_MEASURED
-        number = self._message_numbers.get(message)
+            return int(NOT_MEASURED)
+        number: int | None = self._message_numbers.get(message)
         if number is None:
             if len(self.messages) >= _MAX_MESSAGES:
-                return NOT_MEASURED
+                return int(NOT_MEASURED)
             self.messages.append(message[:_MAX_MESSAGE_CHARS])
             number = self._message_numbers[message] = len(self.messages) - 1
         return number
@@ -391,17 +391,13 @@ class Session:
         return f"<Session {self.run.run} {'closed' if self.closed else 'open'}>"
 
 
-class ErrorNumber:
-    """Numbers of `ErrorCode` members, as ring words."""
+def error_number(code: str | None, message: str | None) -> int:
+    """The ring word of `code`, or of the code that `message` shows.
 
-    @staticmethod
-    def of(code: str | None, message: str | None) -> int:
-        """The number of `code`, or of the code that `message` shows.
-
-        Raises:
-            ValueError: `code` is unknown.
-        """
-        return _known(_CODES, "error", code if code is not None else ErrorCode.of(message or "").code)
+    Raises:
+        ValueError: `code` is unknown.
+    """
+    return _known(_CODES, "error", code if code is not None else ErrorCode.of(message or "").code)
 
 
 def _known(numbers: Mapping[str, int], what: str, name: str) -> int:
@@ -428,7 +424,7 @@ _MODE: Final = int(HostWord.MODE)
 assert len(_FACTS) == 20 and len(_HOST_FACTS) == 9  # the order of the two tuples in record()
 
 
-class trace:  # noqa: N801 (reads as a verb: `with kv_canary.trace(...):`)
+class trace:
     """Record what the canary does at every step, as a context manager that yields the `Session`, or as a decorator.
 
     Arguments that are None come from `KVCANARY_TRACE_*`, else from the default. One session is open at a time.

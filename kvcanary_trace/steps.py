@@ -1,4 +1,4 @@
-"""`step()`: one forward step of the engine, as a context manager or a decorator. Without an open session it does nothing."""
+"""`step()`: one forward step of the engine, as a context manager or a decorator. Without a session it does nothing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _UPDATABLE: Final = (
 )
 
 
-class step:  # noqa: N801 (reads as a verb: `with kv_canary.step():`)
+class step:
     """One forward step. Values that are None are recorded as null, never as zero.
 
     Inside another `step()` of the same thread it is one more forward of that step, as speculative decoding has them.
@@ -108,6 +108,9 @@ class step:  # noqa: N801 (reads as a verb: `with kv_canary.step():`)
         time_ns: int | None = None,
     ) -> None:
         self._lane: Lane | None = None
+        self._nested: bool
+        self._forward: Forward
+        self._forwards: list[int]
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         if runner not in RUNNERS:

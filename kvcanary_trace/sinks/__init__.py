@@ -17,8 +17,9 @@ __all__ = ["Sink"]
 class Sink(Protocol):
     """Takes the rows of a run.
 
-    `open` is called on the thread that opens the session, before the first row; what it raises, `trace()` raises. `write`
-    and `close` are called on the drain thread; what they raise is counted and reported once, and the engine never sees it.
+    `open` is called on the thread that opens the session, before the first row; what it raises, `trace()` raises.
+    `write` and `close` are called on the drain thread; what they raise is counted and reported once, and the engine
+    never sees it.
     """
 
     def open(self, run: Run) -> None:

@@ -1,8 +1,8 @@
 """Live tails: rows that no sealed Parquet part has yet, as append-only Arrow IPC streams with a checksum per batch.
 
-`DIR/_live/<table>.run=<id>.rank=<n>.<pid>-<k>.arrows` becomes `DIR/<table>/run=<id>/rank=<n>/part-<k>.parquet` when it is
-sealed. Each message of the stream ends its metadata with a trailer that Arrow's readers ignore as padding: a mark, the
-CRC-32 of everything else in the message, and its length. So any Arrow reader can open a tail, and ours knows which
+`DIR/_live/<table>.run=<id>.rank=<n>.<pid>-<k>.arrows` becomes `DIR/<table>/run=<id>/rank=<n>/part-<k>.parquet` when it
+is sealed. Each message of the stream ends its metadata with a trailer that Arrow's readers ignore as padding: a mark,
+the CRC-32 of everything else in the message, and its length. So any Arrow reader can open a tail, and ours knows which
 batches are whole. Whatever follows a torn batch is left alone: nothing is appended after one.
 """
 
@@ -102,7 +102,7 @@ class Encoder:
     def encode(self, batch: pa.RecordBatch) -> bytes:
         """One message; `header` and messages one after the other are a tail."""
         collector = _Collector()
-        # A stream of its own for each batch: its schema message is dropped, and no state is shared after a failed write.
+        # A stream of its own for each batch; its schema message is dropped.
         with pa.ipc.new_stream(pa.PythonFile(collector, "w"), self._schema, options=self._options) as stream:
             stream.write_batch(batch)
         data = b"".join(collector.parts)

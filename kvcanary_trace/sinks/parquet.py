@@ -6,6 +6,7 @@ Nothing but sealed Parquet ever stands under `DIR/steps/`, so any reader of Hive
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -32,7 +33,7 @@ _ROW_GROUP_ROWS: Final = 65_536
 
 
 def _is_delta(column_type: pa.DataType) -> bool:
-    return pa.types.is_integer(column_type) or pa.types.is_timestamp(column_type)
+    return bool(pa.types.is_integer(column_type) or pa.types.is_timestamp(column_type))
 
 
 class PartWriter:
@@ -254,7 +255,5 @@ class ParquetSink:
 
     @staticmethod
     def _remove_if_empty(folder: Path) -> None:
-        try:
+        with contextlib.suppress(OSError):  # other ranks write there
             folder.rmdir()
-        except OSError:
-            pass  # other ranks write there
