@@ -161,6 +161,7 @@ def check_offsets(
     out_verify_num_valid: Tensor,
     out_verify_enable: Tensor,
     out_write_num_valid_reqs: Tensor,
+    max_reqs: int = MAX_REQS_PER_LAUNCH,
 ) -> None:
     """Refuse what `launch_plan_offsets_kernel` cannot work on."""
     lut = full_to_swa_index_mapping
@@ -179,14 +180,16 @@ def check_offsets(
     if lut is not None:
         tensors.insert(4, ("lut_tensor", lut, _INT64))
     for name, tensor, _ in tensors:
-        _contiguous(name, tensor)
+        if not tensor.is_contiguous():
+            _contiguous(name, tensor)
     for name, tensor, dtype in tensors:
-        _dtype(name, tensor, dtype)
+        if tensor.dtype is not dtype:
+            _dtype(name, tensor, dtype)
     if not req_pool_indices.ndim:
         _ndim("req_pool_indices", req_pool_indices, 1)
     bs = req_pool_indices.shape[0]
-    if bs > MAX_REQS_PER_LAUNCH:
-        raise refusal(f"offsets kernel bs must be in [0, {MAX_REQS_PER_LAUNCH}], got {bs}", _NOTE_BLOCK)
+    if bs > max_reqs:
+        raise refusal(f"offsets kernel bs must be in [0, {max_reqs}], got {bs}", _NOTE_BLOCK)
     for name, tensor in (
         ("out_write_offsets", out_write_offsets),
         ("out_write_seed_slot_indices", out_write_seed_slot_indices),
@@ -235,6 +238,7 @@ def check_entries(
     req_to_verify_expected_tokens: Tensor | None,
     req_to_verify_expected_tokens_valid_lens: Tensor | None,
     rotate_cursor: Tensor | None,
+    max_reqs: int = MAX_REQS_PER_LAUNCH,
 ) -> None:
     """Refuse what `launch_plan_entries_kernel` cannot work on."""
     pool, valid_lens = req_to_verify_expected_tokens, req_to_verify_expected_tokens_valid_lens
@@ -248,8 +252,8 @@ def check_entries(
         _ndim("req_pool_indices", req_pool_indices, 1)
     bs, device, owner = req_pool_indices.shape[0], verify_offsets_scratch.device, "out_verify_offsets_scratch"
     capacity = out_verify_slot_indices.shape[0] if out_verify_slot_indices.ndim else 0
-    if bs > MAX_REQS_PER_LAUNCH:
-        raise refusal(f"offsets kernel bs must be in [0, {MAX_REQS_PER_LAUNCH}], got {bs}", _NOTE_BLOCK)
+    if bs > max_reqs:
+        raise refusal(f"offsets kernel bs must be in [0, {max_reqs}], got {bs}", _NOTE_BLOCK)
     vectors = [
         ("req_pool_indices", req_pool_indices, _INT64, bs),
         ("prefix_lens", prefix_lens, _INT64, bs),
@@ -302,6 +306,7 @@ def check_plan(
     verify_capacity: int,
     overflow: str,
     rotate_cursor: Tensor | None,
+    max_reqs: int = MAX_REQS_PER_LAUNCH,
 ) -> None:
     """Refuse what `launch_canary_plan_kernels` cannot work on, before its two kernels' own checks."""
     if swa_window_size > 0 and full_to_swa_index_mapping is None:
@@ -311,9 +316,9 @@ def check_plan(
     if not req_pool_indices.ndim:
         _ndim("req_pool_indices", req_pool_indices, 1)
     bs = req_pool_indices.shape[0]
-    if bs > MAX_REQS_PER_LAUNCH:
+    if bs > max_reqs:
         raise refusal(
-            f"launch_canary_plan_kernels supports at most bs={MAX_REQS_PER_LAUNCH} reqs per launch, got bs={bs}. "
+            f"launch_canary_plan_kernels supports at most bs={max_reqs} reqs per launch, got bs={bs}. "
             "Split the batch with plan_chunks(...).",
             _NOTE_BLOCK,
         )

@@ -12,7 +12,7 @@ from . import hooks
 from .backend import backend_for
 from .buffers import VerifyPlan, WritePlan
 from .checks import check_entries, check_offsets, check_overflow, check_plan
-from .layout import VERIFY_OFFSETS_SCRATCH_LEN
+from .layout import MAX_REQS_PER_LAUNCH
 
 __all__ = ["Overflow", "launch_canary_plan_kernels", "launch_plan_entries_kernel", "launch_plan_offsets_kernel"]
 
@@ -22,21 +22,107 @@ Overflow: TypeAlias = Literal["skip", "rotate"]
 _scratch = threading.local()
 
 
-def _offsets_scratch(device: torch.device) -> Tensor:
+def _offsets_scratch(device: torch.device, length: int) -> Tensor:
     """Scratch that no launch still in flight can share: one per thread and stream, and a graph's own under capture."""
     stream = 0
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
-            return torch.empty(VERIFY_OFFSETS_SCRATCH_LEN, dtype=torch.int64, device=device)
+            return torch.empty(length, dtype=torch.int64, device=device)
         stream = torch.cuda.current_stream(device).cuda_stream
     held: dict[tuple[torch.device, int], Tensor] | None = getattr(_scratch, "held", None)
     if held is None:
         held = _scratch.held = {}
     scratch = held.get((device, stream))
-    if scratch is None:
-        scratch = torch.empty(VERIFY_OFFSETS_SCRATCH_LEN, dtype=torch.int64, device=device)
+    if scratch is None or scratch.shape[0] < length:
+        scratch = torch.empty(length, dtype=torch.int64, device=device)
         held[device, stream] = scratch
     return scratch
+
+
+def run_plan(
+    *,
+    verify_plan_out: VerifyPlan,
+    write_plan_out: WritePlan,
+    req_pool_indices: Tensor,
+    prefix_lens: Tensor,
+    extend_seq_lens: Tensor,
+    req_to_token: Tensor,
+    swa_window_size: int,
+    full_to_swa_index_mapping: Tensor | None,
+    verify_capacity: int,
+    req_to_verify_expected_tokens: Tensor | None,
+    req_to_verify_expected_tokens_valid_lens: Tensor | None,
+    kv_token_id_vs_position_offset: int,
+    overflow: Overflow,
+    rotate_cursor: Tensor | None,
+    max_reqs: int,
+) -> None:
+    """Check and plan up to `max_reqs` rows, unobserved. Arguments as `launch_canary_plan_kernels` says."""
+    check_plan(
+        verify_plan_out=verify_plan_out,
+        req_pool_indices=req_pool_indices,
+        swa_window_size=swa_window_size,
+        full_to_swa_index_mapping=full_to_swa_index_mapping,
+        verify_capacity=verify_capacity,
+        overflow=overflow,
+        rotate_cursor=rotate_cursor,
+        max_reqs=max_reqs,
+    )
+    device = verify_plan_out.verify_slot_indices.device
+    scratch = _offsets_scratch(device, max_reqs + 1)
+    check_offsets(
+        req_pool_indices=req_pool_indices,
+        prefix_lens=prefix_lens,
+        extend_seq_lens=extend_seq_lens,
+        req_to_token=req_to_token,
+        full_to_swa_index_mapping=full_to_swa_index_mapping,
+        out_verify_offsets_scratch=scratch,
+        out_write_offsets=write_plan_out.write_offsets,
+        out_write_seed_slot_indices=write_plan_out.write_seed_slot_indices,
+        out_verify_num_valid=verify_plan_out.verify_num_valid,
+        out_verify_enable=verify_plan_out.enable,
+        out_write_num_valid_reqs=write_plan_out.write_num_valid_reqs,
+        max_reqs=max_reqs,
+    )
+    check_entries(
+        req_pool_indices=req_pool_indices,
+        prefix_lens=prefix_lens,
+        req_to_token=req_to_token,
+        full_to_swa_index_mapping=full_to_swa_index_mapping,
+        verify_offsets_scratch=scratch,
+        verify_enable=verify_plan_out.enable,
+        out_verify_slot_indices=verify_plan_out.verify_slot_indices,
+        out_verify_expected_tokens=verify_plan_out.verify_expected_tokens,
+        out_verify_expected_positions=verify_plan_out.verify_expected_positions,
+        out_verify_prev_slot_indices=verify_plan_out.verify_prev_slot_indices,
+        req_to_verify_expected_tokens=req_to_verify_expected_tokens,
+        req_to_verify_expected_tokens_valid_lens=req_to_verify_expected_tokens_valid_lens,
+        rotate_cursor=rotate_cursor,
+        max_reqs=max_reqs,
+    )
+    backend_for(device).plan(
+        req_pool_indices=req_pool_indices,
+        prefix_lens=prefix_lens,
+        extend_seq_lens=extend_seq_lens,
+        req_to_token=req_to_token,
+        full_to_swa_index_mapping=full_to_swa_index_mapping,
+        verify_offsets_scratch=scratch,
+        out_write_offsets=write_plan_out.write_offsets,
+        out_write_seed_slot_indices=write_plan_out.write_seed_slot_indices,
+        out_verify_num_valid=verify_plan_out.verify_num_valid,
+        out_verify_enable=verify_plan_out.enable,
+        out_write_num_valid_reqs=write_plan_out.write_num_valid_reqs,
+        out_verify_slot_indices=verify_plan_out.verify_slot_indices,
+        out_verify_expected_tokens=verify_plan_out.verify_expected_tokens,
+        out_verify_expected_positions=verify_plan_out.verify_expected_positions,
+        out_verify_prev_slot_indices=verify_plan_out.verify_prev_slot_indices,
+        swa_window_size=int(swa_window_size),
+        req_to_verify_expected_tokens=req_to_verify_expected_tokens,
+        req_to_verify_expected_tokens_valid_lens=req_to_verify_expected_tokens_valid_lens,
+        kv_token_id_vs_position_offset=int(kv_token_id_vs_position_offset),
+        overflow_rotate=overflow == "rotate",
+        rotate_cursor=rotate_cursor,
+    )
 
 
 def launch_canary_plan_kernels(
@@ -93,67 +179,22 @@ def launch_canary_plan_kernels(
     """
 
     def launch() -> None:
-        check_plan(
+        run_plan(
             verify_plan_out=verify_plan_out,
+            write_plan_out=write_plan_out,
             req_pool_indices=req_pool_indices,
+            prefix_lens=prefix_lens,
+            extend_seq_lens=extend_seq_lens,
+            req_to_token=req_to_token,
             swa_window_size=swa_window_size,
             full_to_swa_index_mapping=full_to_swa_index_mapping,
             verify_capacity=verify_capacity,
+            req_to_verify_expected_tokens=req_to_verify_expected_tokens,
+            req_to_verify_expected_tokens_valid_lens=req_to_verify_expected_tokens_valid_lens,
+            kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,
             overflow=overflow,
             rotate_cursor=rotate_cursor,
-        )
-        device = verify_plan_out.verify_slot_indices.device
-        scratch = _offsets_scratch(device)
-        check_offsets(
-            req_pool_indices=req_pool_indices,
-            prefix_lens=prefix_lens,
-            extend_seq_lens=extend_seq_lens,
-            req_to_token=req_to_token,
-            full_to_swa_index_mapping=full_to_swa_index_mapping,
-            out_verify_offsets_scratch=scratch,
-            out_write_offsets=write_plan_out.write_offsets,
-            out_write_seed_slot_indices=write_plan_out.write_seed_slot_indices,
-            out_verify_num_valid=verify_plan_out.verify_num_valid,
-            out_verify_enable=verify_plan_out.enable,
-            out_write_num_valid_reqs=write_plan_out.write_num_valid_reqs,
-        )
-        check_entries(
-            req_pool_indices=req_pool_indices,
-            prefix_lens=prefix_lens,
-            req_to_token=req_to_token,
-            full_to_swa_index_mapping=full_to_swa_index_mapping,
-            verify_offsets_scratch=scratch,
-            verify_enable=verify_plan_out.enable,
-            out_verify_slot_indices=verify_plan_out.verify_slot_indices,
-            out_verify_expected_tokens=verify_plan_out.verify_expected_tokens,
-            out_verify_expected_positions=verify_plan_out.verify_expected_positions,
-            out_verify_prev_slot_indices=verify_plan_out.verify_prev_slot_indices,
-            req_to_verify_expected_tokens=req_to_verify_expected_tokens,
-            req_to_verify_expected_tokens_valid_lens=req_to_verify_expected_tokens_valid_lens,
-            rotate_cursor=rotate_cursor,
-        )
-        backend_for(device).plan(
-            req_pool_indices=req_pool_indices,
-            prefix_lens=prefix_lens,
-            extend_seq_lens=extend_seq_lens,
-            req_to_token=req_to_token,
-            full_to_swa_index_mapping=full_to_swa_index_mapping,
-            verify_offsets_scratch=scratch,
-            out_write_offsets=write_plan_out.write_offsets,
-            out_write_seed_slot_indices=write_plan_out.write_seed_slot_indices,
-            out_verify_num_valid=verify_plan_out.verify_num_valid,
-            out_verify_enable=verify_plan_out.enable,
-            out_write_num_valid_reqs=write_plan_out.write_num_valid_reqs,
-            out_verify_slot_indices=verify_plan_out.verify_slot_indices,
-            out_verify_expected_tokens=verify_plan_out.verify_expected_tokens,
-            out_verify_expected_positions=verify_plan_out.verify_expected_positions,
-            out_verify_prev_slot_indices=verify_plan_out.verify_prev_slot_indices,
-            swa_window_size=int(swa_window_size),
-            req_to_verify_expected_tokens=req_to_verify_expected_tokens,
-            req_to_verify_expected_tokens_valid_lens=req_to_verify_expected_tokens_valid_lens,
-            kv_token_id_vs_position_offset=int(kv_token_id_vs_position_offset),
-            overflow_rotate=overflow == "rotate",
-            rotate_cursor=rotate_cursor,
+            max_reqs=MAX_REQS_PER_LAUNCH,
         )
 
     if hooks.observer is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ cost per call (about 0.5 µs) is spread over enough entries not to show."""
 
 def array(tensor: Tensor) -> NDArray[Any]:
     """The tensor's memory as a numpy array of its own dtype."""
-    return cast("NDArray[Any]", tensor.numpy())
+    return tensor.numpy()
 
 
 def slot_words(canary_buf: Tensor) -> U64:

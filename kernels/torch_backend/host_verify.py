@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,10 @@ from .host_fold import Fingerprints
 from .refusals import slot_refusal
 from .violations import append_violations
 
+_GATHER_MAX_ENTRIES: Final = 512
+"""Up to here one gather of all predecessors is cheaper than telling apart which of them are in the chunk."""
+
+_ANCHOR_HASH: Final = np.uint64(ANCHOR_HASH)
 _TOKEN, _POSITION, _PREV_HASH, _REAL_KV_HASH = (int(field) for field in SlotField)
 
 
@@ -91,36 +95,44 @@ class _Checker:
     def _expected_hashes(self, slots: I64, prev_slots: I64, records: U64) -> U64:
         """[n] what each slot's chain hash should be; where the predecessor is unknown, what it is."""
         n = len(slots)
-        expected, following, tmp = (scratch.words(f"verify_{k}", n) for k in ("expected", "following", "tmp"))
+        expected = scratch.words("verify_expected", n)
+        if n <= _GATHER_MAX_ENTRIES:
+            self._gather_hashes(slots, prev_slots, records[:, _PREV_HASH], expected)
+            return expected
+        following, tmp = scratch.words("verify_following", n), scratch.words("verify_tmp", n)
         successors(records, following, tmp)
         # Most entries follow their predecessor in the plan, whose record is already here.
         expected[1:] = following[:-1]
         elsewhere = np.not_equal(prev_slots[1:], slots[:-1])
         elsewhere |= prev_slots[1:] == DUMMY_SLOT
         others = np.concatenate(([0], np.flatnonzero(elsewhere) + 1))
-        prev = prev_slots[others]
-        prev[(slots[others] == DUMMY_SLOT) & (prev >= len(self._words))] = DUMMY_SLOT  # never read
-        gathered = self._words[np.maximum(prev, 0)]
         hashes = np.empty(len(others), dtype=np.uint64)
-        successors(gathered, hashes, np.empty_like(hashes))
-        hashes[prev < 0] = ANCHOR_HASH
-        expected[others] = np.where(prev == DUMMY_SLOT, records[others, _PREV_HASH], hashes)
+        self._gather_hashes(slots[others], prev_slots[others], records[others, _PREV_HASH], hashes)
+        expected[others] = hashes
         return expected
+
+    def _gather_hashes(self, slots: I64, prev_slots: I64, stored: U64, out: U64) -> None:
+        """Expected hashes from the predecessors' own records."""
+        place = np.maximum(prev_slots, 0)
+        place[slots == DUMMY_SLOT] = DUMMY_SLOT  # not checked: whatever its predecessor, it is not read
+        successors(self._words[place], out, np.empty_like(out))
+        np.copyto(out, _ANCHOR_HASH, where=prev_slots < 0)
+        np.copyto(out, stored, where=prev_slots == DUMMY_SLOT)
 
     def _report(self, failed: I64, entries: _Entries, records: U64, expected: U64, fingerprints: U64) -> None:
         record = records[failed].view(np.int64)
         chain = expected[failed].view(np.int64)
-        reasons = np.where(record[:, _PREV_HASH] != chain, FailReason.VERIFY_CHAIN_HASH_MISMATCH, 0)
+        reasons = np.where(record[:, _PREV_HASH] != chain, int(FailReason.VERIFY_CHAIN_HASH_MISMATCH), 0)
         moved = record[:, _POSITION] != entries.positions[failed]
-        reasons |= np.where(moved, FailReason.VERIFY_POSITION_MISMATCH, 0)
+        reasons |= np.where(moved, int(FailReason.VERIFY_POSITION_MISMATCH), 0)
         changed = record[:, _REAL_KV_HASH] != fingerprints[failed].view(np.int64)
-        reasons |= np.where(changed, FailReason.VERIFY_REAL_KV_HASH_MISMATCH, 0)
+        reasons |= np.where(changed, int(FailReason.VERIFY_REAL_KV_HASH_MISMATCH), 0)
         rows = np.empty((len(failed), VIOLATION_WORDS), dtype=np.int64)
         rows[:, ViolationField.EXPECTED_TOKEN] = -1
         if entries.tokens is not None:
             wanted = entries.tokens[failed]
             other = (wanted != -1) & (record[:, _TOKEN] != wanted)
-            reasons |= np.where(other, FailReason.VERIFY_TOKEN_MISMATCH, 0)
+            reasons |= np.where(other, int(FailReason.VERIFY_TOKEN_MISMATCH), 0)
             rows[:, ViolationField.EXPECTED_TOKEN] = wanted
         rows[:, ViolationField.LAUNCH_TAG] = self._tag
         rows[:, ViolationField.SLOT] = entries.slots[failed]

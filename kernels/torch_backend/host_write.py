@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,9 @@ from .host_fold import Fingerprints
 from .refusals import slot_refusal, write_offsets_refusal
 from .violations import append_violations
 
-_FEW_SLOTS = 256
+_ANCHOR_HASH: Final = np.uint64(ANCHOR_HASH)
+
+_FEW_SLOTS: Final = 256
 """Up to here a Python set finds a seed among the slots faster than numpy."""
 
 
@@ -71,7 +73,7 @@ class _Writer:
         seed_records = self._words[np.maximum(requests.seeds, 0)]
         seeds = np.empty(len(seed_records), dtype=np.uint64)
         successors(seed_records, seeds, np.empty_like(seeds))
-        seeds[~seeded] = ANCHOR_HASH
+        np.copyto(seeds, _ANCHOR_HASH, where=~seeded)
 
         records = np.empty((len(tokens.slots), SLOT_WORDS), dtype=np.uint64)
         hashes = np.empty(len(records), dtype=np.uint64)
@@ -97,27 +99,28 @@ class _Writer:
     def _check(self, requests: _Requests, tokens: _Tokens, seeded: Bools, seed_records: U64, hashes: U64) -> None:
         found: list[tuple[I64, I64]] = []
         if tokens.want_ids is not None and tokens.want_positions is not None:
-            bits = np.where(tokens.ids != tokens.want_ids, FailReason.WRITE_TOKEN_MISMATCH, 0)
-            bits |= np.where(tokens.positions != tokens.want_positions, FailReason.WRITE_POSITION_MISMATCH, 0)
-            failed = np.flatnonzero(bits)
+            other_id, other_position = tokens.ids != tokens.want_ids, tokens.positions != tokens.want_positions
+            failed = (other_id | other_position).nonzero()[0]
             if len(failed):
+                reasons = np.where(other_id[failed], int(FailReason.WRITE_TOKEN_MISMATCH), 0)
+                reasons |= np.where(other_position[failed], int(FailReason.WRITE_POSITION_MISMATCH), 0)
                 wants = (tokens.want_ids[failed], tokens.want_positions[failed])
-                found.append((2 * failed, self._rows(tokens, hashes, failed, *wants, bits[failed])))
+                found.append((2 * failed, self._rows(tokens, hashes, failed, *wants, reasons)))
         if self._assert_positions and seeded.any():
             expected = np.empty(len(hashes), dtype=np.int64)
             expected[1:] = tokens.positions[:-1]
             expected[requests.offsets] = seed_records[:, SlotField.POSITION].view(np.int64)
             expected += 1
-            failed = np.flatnonzero((tokens.positions != expected) & np.repeat(seeded, requests.counts))
+            failed = ((tokens.positions != expected) & seeded.repeat(requests.counts)).nonzero()[0]
             if len(failed):
-                reason = np.full(len(failed), FailReason.WRITE_POSITION_MISMATCH, dtype=np.int64)
+                reason = int(FailReason.WRITE_POSITION_MISMATCH)
                 rows = self._rows(tokens, hashes, failed, tokens.ids[failed], expected[failed], reason)
                 found.append((2 * failed + 1, rows))
         if found:
             keys = np.concatenate([keys for keys, _ in found])  # in the order that a serial walk reports them
             self.rows.append(np.concatenate([rows for _, rows in found])[np.argsort(keys, kind="stable")])
 
-    def _rows(self, tokens: _Tokens, hashes: U64, failed: I64, want_ids: I64, want_positions: I64, reasons: I64) -> I64:
+    def _rows(self, tokens: _Tokens, hashes: U64, failed: I64, want_ids: I64, want_positions: I64, reasons: I64 | int) -> I64:
         rows = np.empty((len(failed), VIOLATION_WORDS), dtype=np.int64)
         rows[:, ViolationField.LAUNCH_TAG] = self._tag
         rows[:, ViolationField.SLOT] = tokens.slots[failed]
@@ -135,8 +138,8 @@ def _read_batch(plan: WritePlan, tokens: _Tokens) -> tuple[_Requests, _Tokens] |
     capacity = plan.write_seed_slot_indices.shape[0]
     num_reqs = max(0, min(int(plan.write_num_valid_reqs.item()), capacity))
     offsets = array(plan.write_offsets)[: num_reqs + 1]
-    counts = np.diff(offsets)
-    reqs = np.flatnonzero(counts > 0)
+    counts = offsets[1:] - offsets[:-1]
+    reqs = (counts > 0).nonzero()[0]
     if not len(reqs):
         return None
     first, last = offsets[:-1][reqs], offsets[1:][reqs]
@@ -153,12 +156,12 @@ def _read_batch(plan: WritePlan, tokens: _Tokens) -> tuple[_Requests, _Tokens] |
     seeds = array(plan.write_seed_slot_indices)[reqs]
     if int(tokens.slots.min()) < 0:
         kept = tokens.slots >= 0
-        counts = np.add.reduceat(kept, np.cumsum(counts) - counts, dtype=np.int64)
+        counts = np.add.reduceat(kept, counts.cumsum() - counts, dtype=np.int64)
         tokens, stores = tokens.pick(kept), counts > 0
         seeds, counts = seeds[stores], counts[stores]
         if not len(counts):
             return None
-    return _Requests(seeds, counts, np.cumsum(counts) - counts), tokens
+    return _Requests(seeds, counts, counts.cumsum() - counts), tokens
 
 
 def _seeded_from_batch(seeds: I64, slots: I64, num_slots: int) -> bool:
