@@ -12,7 +12,7 @@ import subprocess
 import sys
 import types
 import zipfile
-from functools import lru_cache
+from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ class Peer(NamedTuple):
     verify_ref: types.ModuleType
     write_ref: types.ModuleType
     plan_api: types.ModuleType
+    offsets_kernel: types.ModuleType
 
 
 def _cache() -> Path:
@@ -141,8 +142,9 @@ def load_peer() -> Peer:
         loaded |= {
             name: _load(f"{ops}.{name}", folder / f"{name}.py") for name in ("plan_ref", "verify_ref", "write_ref")
         }
-        for name in ("utils", "entries_kernel", "offsets_kernel"):
+        for name in ("utils", "entries_kernel"):
             _load(f"{ops}.plan.{name}", folder / "plan" / f"{name}.py")
+        loaded["offsets_kernel"] = _load(f"{ops}.plan.offsets_kernel", folder / "plan" / "offsets_kernel.py")
         loaded["plan_api"] = _load(f"{ops}.plan.api", folder / "plan" / "api.py")
         _bind_late_imports(loaded)
         return Peer(**loaded)
@@ -166,6 +168,7 @@ def _bind_late_imports(loaded: dict[str, types.ModuleType]) -> None:
 def _with_modules(launcher: Any, reference: types.ModuleType) -> Any:
     names = ["sglang", "sglang.kernels", "sglang.kernels.ops", "sglang.kernels.ops.kv_canary"]
 
+    @wraps(launcher)
     def launch(**arguments: Any) -> None:
         before = {name: sys.modules.get(name) for name in (*names, reference.__name__)}
         sys.modules.update({name: _package(name) for name in names})
