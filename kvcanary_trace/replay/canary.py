@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from kvcanary_trace.kernels.buffers import RealKvSource, VerifyOrWriteContext, VerifyPlan, WritePlan
+from kvcanary_trace.kernels.chunks import plan_chunks
 from kvcanary_trace.kernels.layout import PARTIAL_READ_BYTES, SLOT_BYTES, CanaryLaunchTag, Group, RealKvHashMode
 from kvcanary_trace.kernels.plan import launch_canary_plan_kernels
 from kvcanary_trace.kernels.verify import launch_canary_verify_kernel
 from kvcanary_trace.kernels.write import launch_canary_write_kernel
+from kvcanary_trace.schema import ErrorCode
 
 from .batch import Batch
 from .engine import Engine
@@ -27,6 +29,7 @@ __all__ = ["Canary", "GroupCanary"]
 KV_BYTES_PER_TOKEN: Final = 32
 VIOLATION_RING_ROWS: Final = 1024
 _KV_WORDS: Final = KV_BYTES_PER_TOKEN // 8
+_TOO_LARGE: Final = (ErrorCode.BS_EXCEEDS_WRITE_REQ_CAPACITY, ErrorCode.BS_EXCEEDS_PLAN_BLOCK)
 _TAGS: Final = {
     Group.FULL: (CanaryLaunchTag.HEAD_K_FULL, CanaryLaunchTag.TAIL_K_FULL),
     Group.SWA: (CanaryLaunchTag.HEAD_K_SWA, CanaryLaunchTag.TAIL_K_SWA),
@@ -131,25 +134,48 @@ class Canary:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def run(self, batch: Batch, expected_input_ids: np.ndarray[Any, np.dtype[np.int64]] | None = None) -> None:
+    def run(
+        self,
+        batch: Batch,
+        expected_input_ids: np.ndarray[Any, np.dtype[np.int64]] | None = None,
+        *,
+        chunk_refused: bool = False,
+    ) -> str | None:
         """Plan, HEAD, model, TAIL for every group.
 
         Args:
             batch: What the engine scheduled.
             expected_input_ids: What `batch.input_ids` should be, where a fault changed them.
+            chunk_refused: When the plan launcher refuses the batch as too large, run it in chunks instead: one more
+                forward of the same step.
+
+        Returns:
+            The launcher's refusal, where the batch was run in chunks; else None.
 
         Raises:
             ValueError: A launcher refused the batch; its message begins with `kv-canary: `.
         """
         step = self.upload(batch, expected_input_ids)
+        refusal: str | None = None
+        try:
+            for canary in self.groups:
+                launch_canary_plan_kernels(write_plan_out=canary.write_plan, **self._plan_inputs(canary, step))
+            write_plans: list[tuple[WritePlan, ...]] = [(canary.write_plan,) for canary in self.groups]
+        except ValueError as error:
+            refusal = str(error)
+            if not chunk_refused or ErrorCode.of(refusal) not in _TOO_LARGE:
+                raise
+            rows = self.engine.sizes.write_req_capacity
+            write_plans = [
+                plan_chunks(write_req_capacity=rows, **self._plan_inputs(canary, step)) for canary in self.groups
+            ]
+        for canary, plans in zip(self.groups, write_plans, strict=True):
+            self._verify_and_write(canary, canary.head, plans, step)
         for canary in self.groups:
-            self.plan(canary, step)
-        for canary in self.groups:
-            self._verify_and_write(canary, canary.head, step)
-        for canary in self.groups:
-            self.run_model(canary, step)
-        for canary in self.groups:
-            self._verify_and_write(canary, canary.tail, step)
+            self._run_model(canary, step)
+        for canary, plans in zip(self.groups, write_plans, strict=True):
+            self._verify_and_write(canary, canary.tail, plans, step)
+        return refusal
 
     def upload(
         self, batch: Batch, expected_input_ids: np.ndarray[Any, np.dtype[np.int64]] | None = None
@@ -189,47 +215,45 @@ class Canary:
         on_device = (plan_inputs[0].to(device), plan_inputs[1].to(device), plan_inputs[2].to(device))
         return StepTensors(on_device, input_ids.to(device), positions, expected.to(device), slots)
 
-    def plan(self, canary: GroupCanary, step: StepTensors) -> None:
-        """Fill a group's plans."""
+    def _plan_inputs(self, canary: GroupCanary, step: StepTensors) -> dict[str, Any]:
         req_pool_indices, prefix_lens, extend_seq_lens = step.plan_inputs
-        launch_canary_plan_kernels(
-            verify_plan_out=canary.verify_plan,
-            write_plan_out=canary.write_plan,
-            req_pool_indices=req_pool_indices,
-            prefix_lens=prefix_lens,
-            extend_seq_lens=extend_seq_lens,
-            req_to_token=self.req_to_token,
-            swa_window_size=canary.window,
-            full_to_swa_index_mapping=canary.mapping,
-            verify_capacity=self.engine.sizes.verify_capacity,
-            req_to_verify_expected_tokens=None,
-            req_to_verify_expected_tokens_valid_lens=None,
-            kv_token_id_vs_position_offset=0,
-            overflow=self.overflow,
-            rotate_cursor=canary.rotate_cursor,
-        )
+        return {
+            "verify_plan_out": canary.verify_plan,
+            "req_pool_indices": req_pool_indices,
+            "prefix_lens": prefix_lens,
+            "extend_seq_lens": extend_seq_lens,
+            "req_to_token": self.req_to_token,
+            "swa_window_size": canary.window,
+            "full_to_swa_index_mapping": canary.mapping,
+            "verify_capacity": self.engine.sizes.verify_capacity,
+            "req_to_verify_expected_tokens": None,
+            "req_to_verify_expected_tokens_valid_lens": None,
+            "kv_token_id_vs_position_offset": 0,
+            "overflow": self.overflow,
+            "rotate_cursor": canary.rotate_cursor,
+        }
 
-    def run_model(self, canary: GroupCanary, step: StepTensors) -> None:
+    def _run_model(self, canary: GroupCanary, step: StepTensors) -> None:
         """Write the KV bytes of the step's tokens."""
         seed = step.input_ids * -7046029254386353131 ^ (step.positions + 1) * -2960836687059489779
         canary.kv_words[step.slots[canary.group]] = seed.unsqueeze(1) + self._lanes
 
-    def _verify_and_write(self, canary: GroupCanary, context: VerifyOrWriteContext, step: StepTensors) -> None:
+    def _verify_and_write(
+        self, canary: GroupCanary, context: VerifyOrWriteContext, write_plans: tuple[WritePlan, ...], step: StepTensors
+    ) -> None:
+        """One endpoint: verify what was there, then write the step's tokens, checked against the scheduler's."""
         launch_canary_verify_kernel(context=context, plan=canary.verify_plan, check_verify_expected_token=False)
-        self.write(context, canary.write_plan, step, step.slots[canary.group])
-
-    def write(self, context: VerifyOrWriteContext, plan: WritePlan, step: StepTensors, slots: Tensor) -> None:
-        """Write canaries of the step's tokens, checking them against what the scheduler meant."""
-        launch_canary_write_kernel(
-            context=context,
-            plan=plan,
-            input_ids=step.input_ids,
-            positions=step.positions,
-            out_cache_loc=slots,
-            enable_write_input_assert=True,
-            expected_input_tokens=step.expected_input_tokens,
-            expected_input_positions=step.positions,
-        )
+        for plan in write_plans:
+            launch_canary_write_kernel(
+                context=context,
+                plan=plan,
+                input_ids=step.input_ids,
+                positions=step.positions,
+                out_cache_loc=step.slots[canary.group],
+                enable_write_input_assert=True,
+                expected_input_tokens=step.expected_input_tokens,
+                expected_input_positions=step.positions,
+            )
 
     @property
     def num_violations(self) -> int:

@@ -37,11 +37,19 @@ class DemandRecorder:
     """Writes a batch's rows straight into a session: one per group, as the kernels would have had them recorded."""
 
     def __init__(
-        self, session: Session, sizes: EngineSizes, window: int, overflow: Literal["skip", "rotate"], start_ns: int
+        self,
+        session: Session,
+        sizes: EngineSizes,
+        *,
+        window: int,
+        overflow: Literal["skip", "rotate"],
+        chunk_refused: bool,
+        start_ns: int,
     ) -> None:
         self._session = session
         self._sizes = sizes
         self._window = window
+        self._chunks = chunk_refused
         self._rotate = overflow == "rotate"
         self._start_ns = start_ns
 
@@ -49,6 +57,7 @@ class DemandRecorder:
         """Record one batch; returns the sentence with which a launcher would have refused it, or None."""
         sizes, capacity = self._sizes, self._sizes.verify_capacity
         message = launch_error(batch, sizes)
+        longest = int(batch.prefix_lens.max())
         common: dict[str, Any] = {
             "step": batch.step,
             "mode": batch.mode,
@@ -58,9 +67,11 @@ class DemandRecorder:
             "write_req_capacity": sizes.write_req_capacity,
             "write_entries": batch.num_tokens,
             "verify_capacity": capacity,
-            "prefix_len_max": int(batch.prefix_lens.max()),
+            "prefix_len_max": longest,
             "prefix_len_sum": batch.num_entries,
-            "seq_len_max": int((batch.prefix_lens + batch.extend_seq_lens).max()),
+            "seq_len_max": longest + 1
+            if batch.mode == "decode"
+            else int((batch.prefix_lens + batch.extend_seq_lens).max()),
             "req_to_token_width": sizes.context_length,
             "kv_used": batch.kv_used,
             "kv_capacity": batch.kv_capacity,
@@ -69,17 +80,23 @@ class DemandRecorder:
             "waiting_reqs": batch.waiting_reqs,
             "waiting_tokens": batch.waiting_tokens,
         }
-        demands = [("full", batch.num_entries)]
+        demands: list[tuple[Literal["full", "swa"], int]] = [("full", batch.num_entries)]
         if self._window:
             demands.append(("swa", batch.window_entries(self._window)))
+        record = self._session.record
+        if message is not None:
+            # The first group's launch is refused. Running in chunks is one more forward of the step, for all groups.
+            record(**common, verify_demand=batch.num_entries, error_message=message)
+            if not self._chunks:
+                return message
+        forward = 0 if message is None else 1
         for group, demand in demands:
-            self._session.record(
+            record(
                 **common,
+                forward=forward,
                 group=group,
                 verify_demand=demand,
                 verify_planned=min(demand, capacity),
                 verify_enabled=self._rotate or demand <= capacity,
-                violations=None,
-                error_message=message,
             )
         return message

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvcanary_trace.errors import SettingError
+from kvcanary_trace.schema import ErrorCode
 
 from .batch import Batch
 from .engine import Engine
@@ -184,9 +185,9 @@ class _Run:
                 else:
                     self._run_kernels(bar)
         except ValueError as error:
-            if self.first_error is None or str(error) != self.first_error[1]:
+            if ErrorCode.of(str(error)) is ErrorCode.OTHER:
                 raise
-            completed = False
+            completed = False  # the launcher's refusal is an answer, and the run file has it
         assert session is not None
         return ReplayResult(
             run_id=session.run_id,
@@ -216,26 +217,24 @@ class _Run:
         start_ns = self.workload.start_ns
         while (batch := engine.schedule()) is not None:
             meant = faults.before(batch) if faults is not None else None
-            try:
-                with step(
-                    batch.step,
-                    mode=batch.mode,
-                    kv_used=batch.kv_used,
-                    kv_capacity=batch.kv_capacity,
-                    resident_reqs=batch.resident_reqs,
-                    resident_tokens=batch.resident_tokens,
-                    waiting_reqs=batch.waiting_reqs,
-                    waiting_tokens=batch.waiting_tokens,
-                    time_ns=start_ns + int(batch.start_s * _NS_PER_S),
-                ):
-                    canary.run(batch, meant)
-            except ValueError as error:
-                if not str(error).startswith("kv-canary: "):
+            with step(
+                batch.step,
+                mode=batch.mode,
+                kv_used=batch.kv_used,
+                kv_capacity=batch.kv_capacity,
+                resident_reqs=batch.resident_reqs,
+                resident_tokens=batch.resident_tokens,
+                waiting_reqs=batch.waiting_reqs,
+                waiting_tokens=batch.waiting_tokens,
+                time_ns=start_ns + int(batch.start_s * _NS_PER_S),
+            ):
+                try:
+                    refusal = canary.run(batch, meant, chunk_refused=self.on_error == "continue")
+                except ValueError as error:
+                    self._refused(batch, str(error))
                     raise
-                self._refused(batch, str(error))
-                if self.on_error == "stop":
-                    raise
-                canary.run_in_chunks(batch, meant)
+            if refusal is not None:
+                self._refused(batch, refusal)
             if faults is not None:
                 faults.after()
             self._count(batch)
@@ -247,7 +246,14 @@ class _Run:
         from .demand import DemandRecorder
 
         engine = self.engine
-        recorder = DemandRecorder(session, engine.sizes, engine.knobs.swa_window, self.overflow, self.workload.start_ns)
+        recorder = DemandRecorder(
+            session,
+            engine.sizes,
+            window=engine.knobs.swa_window,
+            overflow=self.overflow,
+            chunk_refused=self.on_error == "continue",
+            start_ns=self.workload.start_ns,
+        )
         while (batch := engine.schedule()) is not None:
             message = recorder.record(batch)
             if message is not None:

@@ -21,7 +21,7 @@ from kvcanary_trace.replay.synthetic import bursty_workload
 LOAD = bursty_workload(16, seed=5, input_len=70, output_len=20, burst_every_s=1.0, quiet_rate_per_s=12.0)
 KNOBS = EngineKnobs(max_running_requests=8, max_total_tokens=2_000, chunked_prefill_size=64)
 DEMANDS = [
-    "step", "runner", "group", "kind", "mode", "bs", "bs_launched", "write_req_capacity", "write_entries",
+    "step", "forward", "runner", "group", "kind", "mode", "bs", "bs_launched", "write_req_capacity", "write_entries",
     "write_entry_capacity", "verify_demand", "verify_planned", "verify_capacity", "verify_enabled", "prefix_len_max",
     "prefix_len_sum", "seq_len_max", "req_to_token_width", "kv_used", "kv_capacity", "resident_reqs", "resident_tokens",
     "waiting_reqs", "waiting_tokens", "time", "error",
@@ -32,7 +32,7 @@ def rows_of(folder: Path, run: str | None = None) -> list[dict[str, Any]]:
     """Rows of the dataset, by step and group."""
     table = ds.dataset(folder / "steps", partitioning="hive").to_table()
     rows = [row for row in table.to_pylist() if run in (None, row["run"])]
-    return sorted(rows, key=lambda row: (row["step"], str(row["group"])))
+    return sorted(rows, key=lambda row: (row["step"], row["forward"], str(row["group"])))
 
 
 def run_file(folder: Path, result: ReplayResult) -> dict[str, Any]:
@@ -73,7 +73,8 @@ VARIANTS = {
     "mixed": (replace(KNOBS, schedule="mixed", page_size=4), "skip"),
     "overflow": (replace(KNOBS, verify_capacity=300), "skip"),
     "rotate": (replace(KNOBS, verify_capacity=300), "rotate"),
-    "refused": (replace(KNOBS, write_req_capacity=3), "skip"),
+    "refused": (replace(KNOBS, write_req_capacity=3, swa_window=24), "skip"),
+    "plan-block": (replace(KNOBS, write_req_capacity=4097), "skip"),
 }
 
 
@@ -98,27 +99,29 @@ def test_a_refused_batch_stops_the_run_with_its_true_demand(tmp_path: Path) -> N
     assert not result.completed
     assert result.first_error is not None
     assert result.first_error[0] == rows[-1]["step"] == result.steps
-    assert "bs=4 exceeds write_req_capacity=3" in result.first_error[1]
-    assert (rows[-1]["bs"], rows[-1]["write_req_capacity"]) == (4, 3)
+    assert "bs=5 exceeds write_req_capacity=3" in result.first_error[1]
+    assert (rows[-1]["bs"], rows[-1]["write_req_capacity"]) == (5, 3)
     assert rows[-1]["error"] == "bs-exceeds-write-req-capacity"
-    assert rows[-1]["resident_reqs"] == 4
+    assert rows[-1]["resident_reqs"] == 5
     on_file = run_file(tmp_path, result)
     assert on_file["status"] == "failed"
     assert "exceeds write_req_capacity" in on_file["error"]
 
 
 def test_going_on_in_chunks_leaves_the_canaries_whole(tmp_path: Path) -> None:
-    """Refused batches still verify and write: later steps find nothing wrong, and each step has one row."""
+    """A refused step has one more forward, whole and verified: later steps find nothing wrong."""
     result = replay_workload(LOAD, tmp_path, knobs=replace(KNOBS, write_req_capacity=3), on_error="continue")
     rows = rows_of(tmp_path)
     assert result.completed
     assert result.violations == 0
     assert result.finished_reqs == 16
-    assert len(rows) == result.steps
     refused = [row for row in rows if row["error"]]
+    ran = [row for row in rows if not row["error"]]
+    assert [row["step"] for row in ran] == list(range(result.steps))
+    assert all(row["verify_checked"] == row["verify_demand"] for row in ran)
+    assert [row["step"] for row in refused] == [row["step"] for row in ran if row["forward"] == 1]
+    assert [row["bs"] for row in refused] == [row["bs"] for row in ran if row["bs"] > 3]
     assert result.errors == len(refused) > 0
-    assert all(row["bs"] > 3 for row in refused)
-    assert all(row["bs"] <= 3 for row in rows if not row["error"])
 
 
 @pytest.mark.parametrize("overflow", ["skip", "rotate"])
