@@ -119,7 +119,9 @@ def _gather_entries(
     FULL: tl.constexpr,
 ):
     """Gather and store a block of entries, all of them if FULL. Returns how many had to be skipped, int32."""
-    readable = live & (row >= 0) & (row < num_rows) & (position < row_width)
+    # Folded into one limit, which is one value where the row is: broadcasting masks would cost a register each.
+    row_end = tl.where((row >= 0) & (row < num_rows), row_width, 0)
+    readable = live & (position < row_end)
     token_ptr = req_to_token_ptr + row * row_stride + position
     slot = tl.load(token_ptr, mask=readable, other=_DUMMY_SLOT).to(tl.int64)
     prev_slot = tl.load(token_ptr - 1, mask=readable & (position > 0), other=-1).to(tl.int64)
@@ -132,7 +134,7 @@ def _gather_entries(
     if HAS_POOL:
         pool_pos = position + token_offset
         wanted = readable & (pool_pos >= 0) & (pool_pos < pool_len)
-        known = wanted & (row < pool_rows) & (pool_pos < pool_width)
+        known = wanted & (pool_pos < tl.where(row < pool_rows, pool_width, 0))
         expected = tl.load(pool_ptr + row * pool_stride + pool_pos, mask=known, other=-1).to(tl.int64)
         skipped = skipped | (wanted & ~known)
     if FULL:

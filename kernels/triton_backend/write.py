@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import triton
 import triton.language as tl
 
-from ..layout import WORD_BYTES, FailReason, SlotField
+from ..layout import FailReason, SlotField
 from .device import INTERPRETED, num_multiprocessors, skipped_entries
 from .fold import fold_args, fold_sources
 from .hashing import HEAD_HASH, advance, as_i64, as_u64, finished, mix3, unfinished
@@ -33,7 +33,7 @@ _BAD_POSITION: tl.constexpr = tl.constexpr(int(FailReason.WRITE_POSITION_MISMATC
 _SIZES: Final = [
     "req_capacity",
     "num_tokens",
-    "slot_words",
+    "slot_bytes",
     "num_records",
     "num_slots",
     "ring_rows",
@@ -44,102 +44,98 @@ _SOURCE_SIZES: Final = [f"{name}_{i}" for i in range(4) for name in ("page_size"
 
 
 @triton.jit
-def _load_steps(ptr, index, end, other, UNROLL: tl.constexpr):
-    """The next UNROLL values of every request, as a tuple of [BLOCK_REQS]; `other` from `end` on."""
-    steps = ()
-    for step in tl.static_range(UNROLL):
-        steps = steps + (tl.load(ptr + index + step, mask=index + step < end, other=other),)  # noqa: RUF005
-    return steps
+def _record_ptr(words_ptr, slot, slot_bytes):
+    # A buffer of 2**32 records is larger than any device: one 32 x 32 -> 64 bit product addresses it.
+    offset = slot.to(tl.uint32).to(tl.uint64) * slot_bytes.to(tl.uint32).to(tl.uint64)
+    return words_ptr + (offset >> 3)
 
 
 @triton.jit
-def _walk_steps(
-    chain,  # [BLOCK_REQS] uint64, and so the rest of the state
+def _store_record(words_ptr, slot, slot_bytes, token, position, chain, live, HAS_SOURCES: tl.constexpr):
+    record_ptr = _record_ptr(words_ptr, slot, slot_bytes)
+    tl.store(record_ptr + _TOKEN, token, mask=live)
+    tl.store(record_ptr + _POSITION, position, mask=live)
+    tl.store(record_ptr + _PREV_HASH, as_i64(chain), mask=live)
+    if not HAS_SOURCES:
+        tl.store(record_ptr + _REAL_KV_HASH, tl.zeros_like(token), mask=live)
+
+
+@triton.jit
+def _step(
+    index,  # [BLOCK_REQS] int64: one token of every request
+    live,  # [BLOCK_REQS] bool
+    chain,  # [BLOCK_REQS] uint64, unfinished, and so the rest of the state
     last_position,
     num_stored,
     num_outside,
-    slots,  # UNROLL x [BLOCK_REQS]
-    tokens,
-    positions,
-    want_tokens,
-    want_positions,
     follows,  # [BLOCK_REQS] bool: positions must be consecutive
     words_ptr,
+    input_ids_ptr,
+    positions_ptr,
+    cache_loc_ptr,
+    want_tokens_ptr,
+    want_positions_ptr,
     ring_ptr,
     write_index_ptr,
-    slot_words,
+    slot_bytes,
     num_slots,
     ring_rows,
     launch_tag,
     CHECK_INPUT: tl.constexpr,
     HAS_SOURCES: tl.constexpr,
-    UNROLL: tl.constexpr,
 ):
-    """Store UNROLL tokens of every request and go on along its chain. Returns the state after them."""
-    first_position = last_position
-    first_chain = chain
-    any_bad = tl.zeros_like(num_stored)
-    for step in tl.static_range(UNROLL):
-        slot = slots[step]
-        token = tokens[step]
-        position = positions[step]
-        stored = (slot >= 0) & (slot < num_slots)
-        num_stored += stored.to(tl.int32)
-        num_outside += (slot >= num_slots).to(tl.int32)
-        bad = follows & (position != last_position + 1)
-        if CHECK_INPUT:
-            bad = bad | (token != want_tokens[step]) | (position != want_positions[step])
-        any_bad |= (stored & bad).to(tl.int32)
-        last_position = tl.where(stored, position, last_position)
-        record_ptr = words_ptr + slot * slot_words
-        tl.store(record_ptr + _TOKEN, token, mask=stored)
-        tl.store(record_ptr + _POSITION, position, mask=stored)
-        tl.store(record_ptr + _PREV_HASH, as_i64(finished(chain)), mask=stored)
-        if not HAS_SOURCES:
-            tl.store(record_ptr + _REAL_KV_HASH, tl.zeros_like(token), mask=stored)
-        chain = tl.where(stored, advance(chain, as_u64(token), as_u64(position)), chain)
-
-    # Faults are rare: the chain is walked again for them, rather than kept in registers for the case.
-    if tl.max(any_bad, axis=0) > 0:
-        again = first_chain
-        before = first_position
-        for step in tl.static_range(UNROLL):
-            slot = slots[step]
-            token = tokens[step]
-            position = positions[step]
-            stored = (slot >= 0) & (slot < num_slots)
-            if CHECK_INPUT:
-                reasons = tl.where(token != want_tokens[step], _BAD_TOKEN, 0)
-                reasons |= tl.where(position != want_positions[step], _BAD_POSITION, 0)
-                append_violations(
-                    ring_ptr,
-                    write_index_ptr,
-                    ring_rows,
-                    launch_tag,
-                    tl.where(stored, reasons, 0).to(tl.int64),
-                    slot,
-                    position,
-                    token,
-                    want_tokens[step],
-                    as_i64(finished(again)),
-                    want_positions[step],
-                )
-            append_violations(
-                ring_ptr,
-                write_index_ptr,
-                ring_rows,
-                launch_tag,
-                tl.where(stored & follows & (position != before + 1), _BAD_POSITION, 0).to(tl.int64),
-                slot,
-                position,
-                token,
-                token,
-                as_i64(finished(again)),
-                before + 1,
-            )
-            before = tl.where(stored, position, before)
-            again = tl.where(stored, advance(again, as_u64(token), as_u64(position)), again)
+    """Check and store one token of every request. Returns the state after it."""
+    slot = tl.load(cache_loc_ptr + index, mask=live, other=-1)
+    token = tl.load(input_ids_ptr + index, mask=live, other=0)
+    position = tl.load(positions_ptr + index, mask=live, other=0)
+    stored = (slot >= 0) & (slot < num_slots)
+    if CHECK_INPUT:
+        want_token = tl.load(want_tokens_ptr + index, mask=live, other=0)
+        want_position = tl.load(want_positions_ptr + index, mask=live, other=0)
+        reasons = tl.where(token != want_token, _BAD_TOKEN, 0)
+        reasons |= tl.where(position != want_position, _BAD_POSITION, 0)
+        append_violations(
+            ring_ptr,
+            write_index_ptr,
+            ring_rows,
+            launch_tag,
+            tl.where(stored, reasons, 0).to(tl.int64),
+            slot,
+            position,
+            token,
+            want_token,
+            as_i64(finished(chain)),
+            want_position,
+        )
+    next_position = last_position + 1
+    append_violations(
+        ring_ptr,
+        write_index_ptr,
+        ring_rows,
+        launch_tag,
+        tl.where(stored & follows & (position != next_position), _BAD_POSITION, 0).to(tl.int64),
+        slot,
+        position,
+        token,
+        token,
+        as_i64(finished(chain)),
+        next_position,
+    )
+    _store_record(words_ptr, slot, slot_bytes, token, position, finished(chain), stored, HAS_SOURCES)
+    last_position = tl.where(stored, position, last_position)
+    num_stored += stored.to(tl.int32)
+    num_outside += (slot >= num_slots).to(tl.int32)
+    chain = tl.where(stored, advance(chain, as_u64(token), as_u64(position)), chain)
     return chain, last_position, num_stored, num_outside
+
+
+@triton.jit
+def _load_group(ptr, index, live, last, UNROLL: tl.constexpr):
+    """UNROLL values of every request, as a tuple of [BLOCK_REQS], the last of which is there already."""
+    steps = ()
+    for step in tl.static_range(UNROLL - 1):
+        steps = steps + (tl.load(ptr + index + step, mask=live),)  # noqa: RUF005
+    return steps + (last,)  # noqa: RUF005
 
 
 @triton.jit
@@ -159,7 +155,7 @@ def _walk_chains(
     skipped_ptr,
     num_reqs,
     num_tokens,
-    slot_words,
+    slot_bytes,
     num_records,
     num_slots,
     ring_rows,
@@ -184,7 +180,7 @@ def _walk_chains(
     bad_seed = has_tokens & (seed >= num_records)
     num_outside += bad_seed.to(tl.int32)
     seeded = has_tokens & (seed >= 0) & (seed < num_records)
-    seed_ptr = words_ptr + seed * slot_words
+    seed_ptr = _record_ptr(words_ptr, seed, slot_bytes)
     seed_token = tl.load(seed_ptr + _TOKEN, mask=seeded, other=0)
     last_position = tl.load(seed_ptr + _POSITION, mask=seeded, other=0)
     seed_hash = tl.load(seed_ptr + _PREV_HASH, mask=seeded, other=0)
@@ -193,88 +189,105 @@ def _walk_chains(
     follows = seeded & (assert_flag != 0)
 
     num_stored = tl.zeros([BLOCK_REQS], tl.int32)
-    longest = tl.max(tl.maximum(end - begin, 0), axis=0)
-    done = tl.zeros([], tl.int64)
+    count = tl.maximum(end - begin, 0)
+    whole = count // UNROLL * UNROLL
     if UNROLL > 1:
-        whole = longest // UNROLL * UNROLL
-        slots = _load_steps(cache_loc_ptr, begin, end, -1, UNROLL)
-        tokens = _load_steps(input_ids_ptr, begin, end, 0, UNROLL)
-        positions = _load_steps(positions_ptr, begin, end, 0, UNROLL)
-        want_tokens = tokens
-        want_positions = positions
-        if CHECK_INPUT:
-            want_tokens = _load_steps(want_tokens_ptr, begin, end, 0, UNROLL)
-            want_positions = _load_steps(want_positions_ptr, begin, end, 0, UNROLL)
-        for start in range(0, whole, UNROLL):
-            # The next group loads while this one is hashed.
-            index = begin + start + UNROLL
-            next_slots = _load_steps(cache_loc_ptr, index, end, -1, UNROLL)
-            next_tokens = _load_steps(input_ids_ptr, index, end, 0, UNROLL)
-            next_positions = _load_steps(positions_ptr, index, end, 0, UNROLL)
-            next_want_tokens = next_tokens
-            next_want_positions = next_positions
-            if CHECK_INPUT:
-                next_want_tokens = _load_steps(want_tokens_ptr, index, end, 0, UNROLL)
-                next_want_positions = _load_steps(want_positions_ptr, index, end, 0, UNROLL)
-            chain, last_position, num_stored, num_outside = _walk_steps(
-                chain,
-                last_position,
-                num_stored,
-                num_outside,
-                slots,
-                tokens,
-                positions,
-                want_tokens,
-                want_positions,
-                follows,
-                words_ptr,
-                ring_ptr,
-                write_index_ptr,
-                slot_words,
-                num_slots,
-                ring_rows,
-                launch_tag,
-                CHECK_INPUT,
-                HAS_SOURCES,
-                UNROLL,
-            )
-            slots = next_slots
-            tokens = next_tokens
-            positions = next_positions
-            want_tokens = next_want_tokens
-            want_positions = next_want_positions
-        done = whole
-    for start in range(done, longest):
-        index = begin + start
-        one_slot = _load_steps(cache_loc_ptr, index, end, -1, 1)
-        one_token = _load_steps(input_ids_ptr, index, end, 0, 1)
-        one_position = _load_steps(positions_ptr, index, end, 0, 1)
-        want_token = one_token
-        want_position = one_position
-        if CHECK_INPUT:
-            want_token = _load_steps(want_tokens_ptr, index, end, 0, 1)
-            want_position = _load_steps(want_positions_ptr, index, end, 0, 1)
-        chain, last_position, num_stored, num_outside = _walk_steps(
+        # A group's last values load one group early: they bring the group's cache lines along.
+        ahead = begin + (UNROLL - 1)
+        last_slot = tl.load(cache_loc_ptr + ahead, mask=whole > 0)
+        last_token = tl.load(input_ids_ptr + ahead, mask=whole > 0)
+        group_position = tl.load(positions_ptr + ahead, mask=whole > 0)
+        for start in range(0, tl.max(whole, axis=0), UNROLL):
+            live = start < whole
+            index = begin + start
+            slots = _load_group(cache_loc_ptr, index, live, last_slot, UNROLL)
+            tokens = _load_group(input_ids_ptr, index, live, last_token, UNROLL)
+            positions = _load_group(positions_ptr, index, live, group_position, UNROLL)
+            ahead = index + (2 * UNROLL - 1)
+            more = start + UNROLL < whole
+            last_slot = tl.load(cache_loc_ptr + ahead, mask=more)
+            last_token = tl.load(input_ids_ptr + ahead, mask=more)
+            group_position = tl.load(positions_ptr + ahead, mask=more)
+
+            # Hash as if all were well, and find out meanwhile: nothing is stored before that is known.
+            after = chain
+            hashes = ()
+            before = last_position
+            bad = live & (as_u64(slots[0]) >= num_slots)
+            for step in tl.static_range(UNROLL):
+                hashes = hashes + (finished(after),)  # noqa: RUF005
+                after = advance(after, as_u64(tokens[step]), as_u64(positions[step]))
+                bad = bad | (live & (as_u64(slots[step]) >= num_slots))
+                bad = bad | (live & follows & (positions[step] != before + 1))
+                if CHECK_INPUT:
+                    want_token = tl.load(want_tokens_ptr + index + step, mask=live)
+                    want_position = tl.load(want_positions_ptr + index + step, mask=live)
+                    bad = bad | (live & ((tokens[step] != want_token) | (positions[step] != want_position)))
+                before = positions[step]
+            if tl.max(bad.to(tl.int32), axis=0) == 0:
+                for step in tl.static_range(UNROLL):
+                    _store_record(
+                        words_ptr,
+                        slots[step],
+                        slot_bytes,
+                        tokens[step],
+                        positions[step],
+                        hashes[step],
+                        live,
+                        HAS_SOURCES,
+                    )
+                chain = tl.where(live, after, chain)
+                last_position = tl.where(live, before, last_position)
+                num_stored += tl.where(live, UNROLL, 0)
+            else:
+                for again in range(UNROLL):
+                    chain, last_position, num_stored, num_outside = _step(
+                        index + again,
+                        live,
+                        chain,
+                        last_position,
+                        num_stored,
+                        num_outside,
+                        follows,
+                        words_ptr,
+                        input_ids_ptr,
+                        positions_ptr,
+                        cache_loc_ptr,
+                        want_tokens_ptr,
+                        want_positions_ptr,
+                        ring_ptr,
+                        write_index_ptr,
+                        slot_bytes,
+                        num_slots,
+                        ring_rows,
+                        launch_tag,
+                        CHECK_INPUT,
+                        HAS_SOURCES,
+                    )
+    for one in range(tl.max(count - whole, axis=0)):
+        rest = whole + one
+        chain, last_position, num_stored, num_outside = _step(
+            begin + rest,
+            rest < count,
             chain,
             last_position,
             num_stored,
             num_outside,
-            one_slot,
-            one_token,
-            one_position,
-            want_token,
-            want_position,
             follows,
             words_ptr,
+            input_ids_ptr,
+            positions_ptr,
+            cache_loc_ptr,
+            want_tokens_ptr,
+            want_positions_ptr,
             ring_ptr,
             write_index_ptr,
-            slot_words,
+            slot_bytes,
             num_slots,
             ring_rows,
             launch_tag,
             CHECK_INPUT,
             HAS_SOURCES,
-            1,
         )
 
     tl.atomic_add(slot_counter_ptr, tl.sum(num_stored, axis=0).to(tl.int64), sem="relaxed")
@@ -285,7 +298,7 @@ def _walk_chains(
 
 @triton.jit(do_not_specialize=[*_SIZES, *_SOURCE_SIZES])
 def _write_kernel(
-    canary_ptr,  # [.., slot_words] int64 words of the canary buffer, inout
+    canary_ptr,  # [num_records, slot_bytes] uint8, inout
     offsets_ptr,  # [req_capacity + 1] int64
     seeds_ptr,  # [req_capacity] int64
     num_valid_reqs_ptr,  # [1] int32
@@ -302,7 +315,7 @@ def _write_kernel(
     skipped_ptr,  # [1] int64, inout
     req_capacity,
     num_tokens,
-    slot_words,
+    slot_bytes,
     num_records,
     num_slots,  # at most num_records: slots below this have bytes in every source too
     ring_rows,
@@ -360,7 +373,7 @@ def _write_kernel(
                 skipped_ptr,
                 num_reqs,
                 num_tokens,
-                slot_words,
+                slot_bytes,
                 num_records,
                 num_slots,
                 ring_rows,
@@ -408,7 +421,7 @@ def _write_kernel(
                 BLOCK,
             )
             # Two tokens of one slot store the same value here, so their order does not matter.
-            tl.store(words_ptr + slot * slot_words + _REAL_KV_HASH, as_i64(real_kv_hash), mask=stored)
+            tl.store(_record_ptr(words_ptr, slot, slot_bytes) + _REAL_KV_HASH, as_i64(real_kv_hash), mask=stored)
 
 
 _UNROLL: Final = 2 if INTERPRETED else 8
@@ -460,7 +473,7 @@ def write(
         skipped_entries(canary_buf.device),
         req_capacity,
         num_tokens,
-        canary_buf.shape[1] // WORD_BYTES,
+        canary_buf.shape[1],
         canary_buf.shape[0],
         min(canary_buf.shape[0], fold.num_slots),
         context.violation_ring.shape[0],
