@@ -6,6 +6,8 @@ is what writes KV bytes between the two: a function of token and position, so eq
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -254,6 +256,16 @@ class Canary:
                 expected_input_tokens=step.expected_input_tokens,
                 expected_input_positions=step.positions,
             )
+
+    @contextmanager
+    def one_thread(self) -> Iterator[None]:
+        """Keep torch to one thread on the CPU: a step's launches are too small to share."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(1 if self.device.type == "cpu" else before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     @property
     def num_violations(self) -> int:

@@ -188,9 +188,10 @@ def demo(
     from .synthetic import bursty_workload
 
     knobs = EngineKnobs(
-        max_running_requests=48, max_total_tokens=60_000, chunked_prefill_size=1024, write_req_capacity=32
+        max_running_requests=48, max_total_tokens=24_000, chunked_prefill_size=1024, write_req_capacity=24
     )
-    result = replay_workload(bursty_workload(), out, knobs=knobs, on_error="continue")
+    load = bursty_workload(120, output_len=60, burst_every_s=4.0, quiet_rate_per_s=1.5)
+    result = replay_workload(load, out, knobs=knobs, on_error="continue")
     _print_result(result, out)
     typer.echo("")
     analyze(out)

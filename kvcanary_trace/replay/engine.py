@@ -79,6 +79,7 @@ class Engine:
         tokens: [num_rows, context_length] int32, token ids likewise, those still to be generated included.
         kv_lens: [num_rows] int64, tokens of each row that are in the pool.
         swa: The sliding-window group, or None.
+        fills_input_ids: Whether batches carry `input_ids`; without kernels nobody reads them.
         tracks_rows: Whether changes of rows are noted for a copy of `req_to_token` on a device.
     """
 
@@ -120,6 +121,7 @@ class Engine:
         self._decoded = self._rows  # rows that decode in this step
         self._resident_tokens = 0
         self._cache_version = 0
+        self.fills_input_ids = True
         self.tracks_rows = False
         self._row_changes: list[tuple[int, int, int]] = []
         self._ratio = _RATIO_START
@@ -202,7 +204,7 @@ class Engine:
             rows, prefix_lens, slots = decode
             extend_lens = self._ones[: len(rows)]
             positions, mode = prefix_lens, "decode"
-            input_ids = self.tokens[rows, prefix_lens].astype(np.int64)
+            input_ids = self.tokens[rows, prefix_lens].astype(np.int64) if self.fills_input_ids else self._rows[:0]
         else:
             row_parts = [np.array([running.row for running, _, _ in prefills], np.int64)]
             prefix_parts = [np.array([start for _, start, _ in prefills], np.int64)]

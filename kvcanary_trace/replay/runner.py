@@ -183,7 +183,8 @@ class _Run:
                 if self.canary is None:
                     self._run_demands(session, bar)
                 else:
-                    self._run_kernels(bar)
+                    with self.canary.one_thread():
+                        self._run_kernels(bar)
         except ValueError as error:
             if ErrorCode.of(str(error)) is ErrorCode.OTHER:
                 raise
@@ -246,6 +247,7 @@ class _Run:
         from .demand import DemandRecorder
 
         engine = self.engine
+        engine.fills_input_ids = False
         recorder = DemandRecorder(
             session,
             engine.sizes,
