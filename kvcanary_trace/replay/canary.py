@@ -75,29 +75,44 @@ class Canary:
     """The canaries of one engine.
 
     Args:
-        engine: Whose batches will be run; on the CPU its `req_to_token` and SWA map are read in place.
+        engine: Whose batches will be run.
         device: Where the kernels run.
         overflow: What a plan past its capacity does: "skip" leaves the step unverified, "rotate" checks a moving part.
+        mirrored: Whether `req_to_token` and the SWA map are copies that follow the engine's, as on any device.
+            None: the CPU reads the engine's own.
     """
 
-    def __init__(self, engine: Engine, device: torch.device, overflow: Literal["skip", "rotate"] = "skip") -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        device: torch.device,
+        overflow: Literal["skip", "rotate"] = "skip",
+        *,
+        mirrored: bool | None = None,
+    ) -> None:
         self.engine = engine
         self.device = device
         self.overflow: Literal["skip", "rotate"] = overflow
-        engine.tracks_rows = device.type != "cpu"
+        self._mirrored = device.type != "cpu" if mirrored is None else mirrored
+        engine.tracks_rows = self._mirrored
         sizes, page = engine.sizes, engine.knobs.page_size
         self.violation_ring = torch.zeros((VIOLATION_RING_ROWS, 8), dtype=torch.int64, device=device)
         self.violation_write_index = torch.zeros(1, dtype=torch.int32, device=device)
-        self.req_to_token = torch.from_numpy(engine.req_to_token).to(device)
+        self.req_to_token = self._table(engine.req_to_token)
         self.groups = [self._group(Group.FULL, 0, sizes.pool_tokens + page, page, None)]
         if engine.swa is not None:
-            mapping = torch.from_numpy(engine.swa.mapping).to(device)
+            mapping = self._table(engine.swa.mapping)
             window = engine.swa.window
             self.groups.append(self._group(Group.SWA, window, sizes.swa_pool_tokens + 1, 1, mapping))
         self._lanes = torch.arange(_KV_WORDS, dtype=torch.int64, device=device)
         # Plan inputs are padded to the write capacity, as a captured graph would have them.
         one, two, three = torch.zeros((3, sizes.write_req_capacity), dtype=torch.int64)
         self._padded = (one, two, three)
+
+    def _table(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
+        """The engine's own memory, or a copy on the device."""
+        table = torch.from_numpy(array)
+        return table.to(self.device, copy=True) if self._mirrored else table
 
     def _group(self, group: Group, window: int, num_slots: int, page: int, mapping: Tensor | None) -> GroupCanary:
         sizes, device = self.engine.sizes, self.device
@@ -204,7 +219,7 @@ class Canary:
         expected = input_ids if expected_input_ids is None else torch.from_numpy(expected_input_ids)
         positions = torch.from_numpy(batch.positions)
         changes = engine.take_row_changes()
-        if device.type == "cpu":
+        if not self._mirrored:
             return StepTensors(plan_inputs, input_ids, positions, expected, slots)
         for row, start, stop in changes:
             self.req_to_token[row, start:stop] = torch.from_numpy(engine.req_to_token[row, start:stop]).to(device)

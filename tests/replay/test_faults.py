@@ -30,10 +30,12 @@ class Found:
     reasons: FailReason
 
 
-def play(knobs: EngineKnobs, *kinds: str, at: int = 40) -> tuple[Canary, list[Found], list[Struck], list[Fault]]:
+def play(
+    knobs: EngineKnobs, *kinds: str, at: int = 40, mirrored: bool = False
+) -> tuple[Canary, list[Found], list[Struck], list[Fault]]:
     """Replay with faults of these kinds from step `at` on."""
     engine = Engine(LOAD, knobs)
-    canary = Canary(engine, torch.device("cpu"))
+    canary = Canary(engine, torch.device("cpu"), mirrored=mirrored)
     faults = FaultInjector([Fault(kind, at) for kind in kinds], engine, canary, seed=1)
     found: list[Found] = []
     while (batch := engine.schedule()) is not None:
@@ -57,12 +59,25 @@ CLEAN = {
 }
 
 
+@pytest.mark.parametrize("mirrored", [False, True], ids=["in-place", "mirrored"])
 @pytest.mark.parametrize("knobs", CLEAN.values(), ids=CLEAN)
-def test_clean_replay_has_no_violations(knobs: EngineKnobs) -> None:
-    """And every demanded entry was verified at both endpoints, every token written."""
+def test_clean_replay_has_no_violations(knobs: EngineKnobs, mirrored: bool) -> None:
+    """And every demanded entry was verified at both endpoints, every token written; also from copies, as on a device."""
+    clean_replay(knobs, torch.device("cpu"), mirrored)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("knobs", CLEAN.values(), ids=CLEAN)
+def test_clean_replay_on_a_device(knobs: EngineKnobs) -> None:
+    """The same with the Triton kernels."""
+    clean_replay(knobs, torch.device("cuda"), True)
+
+
+def clean_replay(knobs: EngineKnobs, device: torch.device, mirrored: bool) -> None:
+    """Replay `LOAD` and check that nothing was found or left out."""
     demanded, written = 0, 0
     engine = Engine(LOAD, knobs)
-    canary = Canary(engine, torch.device("cpu"))
+    canary = Canary(engine, device, mirrored=mirrored)
     while (batch := engine.schedule()) is not None:
         canary.run(batch)
         demanded += batch.num_entries
@@ -85,11 +100,12 @@ TAGS = {
 }
 
 
+@pytest.mark.parametrize("mirrored", [False, True], ids=["in-place", "mirrored"])
 @pytest.mark.parametrize("kind", FAULT_REASONS)
-def test_each_fault_is_found_where_and_why(kind: str) -> None:
+def test_each_fault_is_found_where_and_why(kind: str, mirrored: bool) -> None:
     """In the step it strikes, by the launches that can see it, with exactly its reasons."""
     knobs = replace(ROOMY, swa_window=24) if kind == "stale-swa" else ROOMY
-    _, found, struck, pending = play(knobs, kind)
+    _, found, struck, pending = play(knobs, kind, mirrored=mirrored)
     assert not pending
     (strike,) = struck
     assert strike.step >= 40
