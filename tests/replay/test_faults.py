@@ -62,7 +62,7 @@ CLEAN = {
 @pytest.mark.parametrize("mirrored", [False, True], ids=["in-place", "mirrored"])
 @pytest.mark.parametrize("knobs", CLEAN.values(), ids=CLEAN)
 def test_clean_replay_has_no_violations(knobs: EngineKnobs, mirrored: bool) -> None:
-    """And every demanded entry was verified at both endpoints, every token written; also from copies, as on a device."""
+    """And every demanded entry was verified at both endpoints, every token written; also from copies, as on devices."""
     clean_replay(knobs, torch.device("cpu"), mirrored)
 
 
