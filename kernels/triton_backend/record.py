@@ -1,0 +1,263 @@
+"""Probe and publish on the device: a plan's demand into a scratch row, and the finished row into a ring in host memory.
+
+The probe runs right after the plan, because the plan's inputs are the caller's and do not outlive the call (a
+captured graph reuses their memory). Publish runs after the group's last launch. Neither reads anything back, so both
+work inside a captured CUDA graph, where no Python runs at replay: the step's number comes from a device cell that the
+host copies into the stream before each step, and a forward's number is counted on the device.
+
+Inside the interpreter there is neither inline assembly nor a device clock: fences fall away (programs run one after
+another) and times stay unmeasured.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import triton
+import triton.language as tl
+
+from ..layout import NOT_MEASURED, PADDING_REQ_POOL_IDX, PROBE_WORDS, ProbeWord
+from .device import INTERPRETED, skipped_entries
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..hooks import PlanCall
+
+_PADDING: tl.constexpr = tl.constexpr(PADDING_REQ_POOL_IDX)
+_WORDS: tl.constexpr = tl.constexpr(PROBE_WORDS)
+_NOT_MEASURED: tl.constexpr = tl.constexpr(NOT_MEASURED)
+_MAX_LEN: tl.constexpr = tl.constexpr(2**48)
+_LAST: tl.constexpr = tl.constexpr(int(ProbeWord.SEQ_END))
+
+_STEP: tl.constexpr = tl.constexpr(int(ProbeWord.STEP))
+_FORWARD: tl.constexpr = tl.constexpr(int(ProbeWord.FORWARD))
+_RUNNER: tl.constexpr = tl.constexpr(int(ProbeWord.RUNNER))
+_GROUP: tl.constexpr = tl.constexpr(int(ProbeWord.GROUP))
+_KIND: tl.constexpr = tl.constexpr(int(ProbeWord.KIND))
+_TIME_NS: tl.constexpr = tl.constexpr(int(ProbeWord.TIME_NS))
+_BS: tl.constexpr = tl.constexpr(int(ProbeWord.BS))
+_BS_LAUNCHED: tl.constexpr = tl.constexpr(int(ProbeWord.BS_LAUNCHED))
+_WRITE_REQ_CAPACITY: tl.constexpr = tl.constexpr(int(ProbeWord.WRITE_REQ_CAPACITY))
+_WRITE_ENTRIES: tl.constexpr = tl.constexpr(int(ProbeWord.WRITE_ENTRIES))
+_VERIFY_DEMAND: tl.constexpr = tl.constexpr(int(ProbeWord.VERIFY_DEMAND))
+_VERIFY_PLANNED: tl.constexpr = tl.constexpr(int(ProbeWord.VERIFY_PLANNED))
+_VERIFY_CAPACITY: tl.constexpr = tl.constexpr(int(ProbeWord.VERIFY_CAPACITY))
+_VERIFY_ENABLED: tl.constexpr = tl.constexpr(int(ProbeWord.VERIFY_ENABLED))
+_VERIFY_CHECKED: tl.constexpr = tl.constexpr(int(ProbeWord.VERIFY_CHECKED))
+_ENTRIES_SKIPPED: tl.constexpr = tl.constexpr(int(ProbeWord.ENTRIES_SKIPPED))
+_PREFIX_LEN_MAX: tl.constexpr = tl.constexpr(int(ProbeWord.PREFIX_LEN_MAX))
+_PREFIX_LEN_SUM: tl.constexpr = tl.constexpr(int(ProbeWord.PREFIX_LEN_SUM))
+_SEQ_LEN_MAX: tl.constexpr = tl.constexpr(int(ProbeWord.SEQ_LEN_MAX))
+_REQ_TO_TOKEN_WIDTH: tl.constexpr = tl.constexpr(int(ProbeWord.REQ_TO_TOKEN_WIDTH))
+_VIOLATIONS: tl.constexpr = tl.constexpr(int(ProbeWord.VIOLATIONS))
+_VIOLATION_RING_CAPACITY: tl.constexpr = tl.constexpr(int(ProbeWord.VIOLATION_RING_CAPACITY))
+
+STATE_WORDS: Final = 2
+"""Words of a group's state on the device: the step and the forward of its last row."""
+
+
+@triton.jit
+def _combine(bs_a, new_a, demand_a, sum_a, prefix_a, seq_a, bs_b, new_b, demand_b, sum_b, prefix_b, seq_b):
+    return (
+        bs_a + bs_b,
+        new_a + new_b,
+        demand_a + demand_b,
+        sum_a + sum_b,
+        tl.maximum(prefix_a, prefix_b),
+        tl.maximum(seq_a, seq_b),
+    )
+
+
+@triton.jit
+def _fence_system():
+    tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _clock_ns():
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "window", "write_req_capacity", "verify_capacity", "width"])
+def _probe_kernel(
+    req_pool_indices_ptr,  # [num_reqs] int64
+    prefix_lens_ptr,  # [num_reqs] int64
+    extend_lens_ptr,  # [num_reqs] int64
+    verify_num_valid_ptr,  # [1] int32
+    verify_enable_ptr,  # [1] int32
+    skipped_ptr,  # [1] int64
+    step_ptr,  # [1] int64: the step's number, put there by the host before the step
+    state_ptr,  # [2] int64, in and out: step and forward of this group's last row
+    scratch_ptr,  # [32] int64, out: the row, all but the ring's words and the violations
+    num_reqs,
+    window,
+    write_req_capacity,
+    verify_capacity,
+    width,
+    RUNNER: tl.constexpr,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Recompute what the plan hides, and keep it. Grid: (1,)."""
+    step = tl.load(step_ptr)
+    forward = tl.where(tl.load(state_ptr) == step, tl.load(state_ptr + 1) + 1, 0)
+    enabled = tl.load(verify_enable_ptr).to(tl.int64)
+    planned = tl.minimum(tl.maximum(tl.load(verify_num_valid_ptr).to(tl.int64), 0), verify_capacity)
+    skipped = tl.load(skipped_ptr)
+
+    req = tl.arange(0, BLOCK)
+    in_batch = req < num_reqs
+    row = tl.load(req_pool_indices_ptr + req, mask=in_batch, other=_PADDING)
+    active = row != _PADDING
+    prefix = tl.load(prefix_lens_ptr + req, mask=in_batch, other=0)
+    extend = tl.load(extend_lens_ptr + req, mask=in_batch, other=0)
+    # int64 and clamped before any sum: shared prefixes add up past 2**31, absurd ones must not wrap
+    prefix = tl.where(active, tl.minimum(tl.maximum(prefix, 0), _MAX_LEN), 0)
+    extend = tl.where(active, tl.minimum(tl.maximum(extend, 0), _MAX_LEN), 0)
+    entries = tl.where((window > 0) & (prefix > window), window, prefix)
+    bs, new, demand, prefix_sum, prefix_max, seq_max = tl.reduce(
+        (active.to(tl.int64), extend, entries, prefix, prefix, prefix + extend), 0, _combine
+    )
+
+    word = tl.arange(0, _WORDS)
+    out = tl.full([_WORDS], _NOT_MEASURED, tl.int64)
+    out = tl.where(word == _STEP, step, out)
+    out = tl.where(word == _FORWARD, forward, out)
+    out = tl.where(word == _RUNNER, RUNNER, out)
+    out = tl.where(word == _GROUP, GROUP, out)
+    out = tl.where(word == _KIND, KIND, out)
+    out = tl.where(word == _BS, bs, out)
+    out = tl.where(word == _BS_LAUNCHED, num_reqs, out)
+    out = tl.where(word == _WRITE_REQ_CAPACITY, write_req_capacity, out)
+    out = tl.where(word == _WRITE_ENTRIES, new, out)
+    out = tl.where(word == _VERIFY_DEMAND, demand, out)
+    out = tl.where(word == _VERIFY_PLANNED, planned, out)
+    out = tl.where(word == _VERIFY_CAPACITY, verify_capacity, out)
+    out = tl.where(word == _VERIFY_ENABLED, tl.where(enabled != 0, 1, 0).to(tl.int64), out)
+    out = tl.where(word == _ENTRIES_SKIPPED, skipped, out)
+    out = tl.where(word == _PREFIX_LEN_MAX, prefix_max, out)
+    out = tl.where(word == _PREFIX_LEN_SUM, prefix_sum, out)
+    out = tl.where(word == _SEQ_LEN_MAX, seq_max, out)
+    out = tl.where(word == _REQ_TO_TOKEN_WIDTH, width, out)
+    if not INTERPRETED:
+        out = tl.where(word == _TIME_NS, _clock_ns(), out)
+    tl.store(scratch_ptr + word, out)
+    tl.store(state_ptr, step)
+    tl.store(state_ptr + 1, forward)
+
+
+@triton.jit(do_not_specialize=["ring_rows", "violation_ring_capacity"])
+def _publish_kernel(
+    scratch_ptr,  # [32] int64: the row that the probe left
+    violation_index_ptr,  # [1] int32
+    published_ptr,  # [1] int64, in and out: rows published so far
+    ring_ptr,  # [ring_rows, 32] int64 in host memory, out
+    ring_rows,
+    violation_ring_capacity,
+    INTERPRETED: tl.constexpr,
+):
+    """Put the row into the ring: invalidate, fill, number. Grid: (1,), one warp.
+
+    Word 0 becomes -seq, the row is filled and its last word becomes seq, word 0 becomes seq; a system-wide fence stands
+    between the three, so that a reader on the host never takes a row that is being overwritten.
+    """
+    seq = tl.load(published_ptr) + 1
+    row_ptr = ring_ptr + ((seq - 1) % ring_rows) * _WORDS
+    tl.store(row_ptr, -seq)
+    word = tl.arange(0, _WORDS)
+    out = tl.load(scratch_ptr + word)
+    planned = tl.load(scratch_ptr + _VERIFY_PLANNED)
+    enabled = tl.load(scratch_ptr + _VERIFY_ENABLED)
+    violations = tl.load(violation_index_ptr).to(tl.int64)
+    out = tl.where(word == _VERIFY_CHECKED, tl.where(enabled != 0, planned, 0), out)
+    out = tl.where(word == _VIOLATIONS, violations, out)
+    out = tl.where(word == _VIOLATION_RING_CAPACITY, violation_ring_capacity, out)
+    out = tl.where(word == 0, -seq, out)
+    out = tl.where(word == _LAST, seq, out)
+    if not INTERPRETED:
+        _fence_system()
+        tl.debug_barrier()
+    tl.store(row_ptr + word, out, mask=word != _LAST)
+    if not INTERPRETED:
+        _fence_system()
+        tl.debug_barrier()
+    tl.store(row_ptr + _LAST, seq)
+    tl.store(row_ptr, seq)
+    tl.store(published_ptr, seq)
+
+
+def probe(
+    call: PlanCall,
+    *,
+    step: torch.Tensor,
+    state: torch.Tensor,
+    scratch: torch.Tensor,
+    runner: int,
+    group: int,
+    kind: int,
+) -> None:
+    """Record what a plan launch demanded. Right after it, on its stream; safe under CUDA graph capture.
+
+    Args:
+        call: The launch's arguments; ours or SGLang's plan objects.
+        step: [1] int64, the number of the step.
+        state: [2] int64, in and out, kept between the rows of one (runner, group).
+        scratch: [32] int64. Out, a row of `layout.ProbeWord` for `publish`.
+        runner, group, kind: Words of the row.
+    """
+    num_reqs = call.req_pool_indices.shape[0]
+    block = max(triton.next_power_of_2(num_reqs), 32)
+    _probe_kernel[(1,)](
+        call.req_pool_indices,
+        call.prefix_lens,
+        call.extend_seq_lens,
+        call.verify_plan_out.verify_num_valid,
+        call.verify_plan_out.enable,
+        skipped_entries(scratch.device),
+        step,
+        state,
+        scratch,
+        num_reqs,
+        call.swa_window_size,
+        call.write_plan_out.write_seed_slot_indices.shape[0],
+        call.verify_plan_out.verify_slot_indices.shape[0],
+        call.req_to_token.shape[1],
+        RUNNER=runner,
+        GROUP=group,
+        KIND=kind,
+        BLOCK=block,
+        INTERPRETED=INTERPRETED,
+        num_warps=min(max(block // 256, 1), 16),
+    )
+
+
+def publish(
+    scratch: torch.Tensor,
+    *,
+    violation_write_index: torch.Tensor,
+    violation_ring_capacity: int,
+    published: torch.Tensor,
+    ring: torch.Tensor,
+) -> None:
+    """Put the row that `probe` left into a ring, after the group's last launch; safe under CUDA graph capture.
+
+    Args:
+        scratch: [32] int64.
+        violation_write_index: [1] int32, violations so far.
+        violation_ring_capacity: Violation rows kept in detail.
+        published: [1] int64, in and out, rows published to this ring so far. One stream publishes to one ring.
+        ring: [rows, 32] int64 in pinned or registered host memory. Out, one row.
+    """
+    _publish_kernel[(1,)](
+        scratch,
+        violation_write_index,
+        published,
+        ring,
+        ring.shape[0],
+        violation_ring_capacity,
+        INTERPRETED=INTERPRETED,
+        num_warps=1,
+    )
