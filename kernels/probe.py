@@ -64,18 +64,23 @@ def _read_lists(reqs: list[int], prefixes: list[int], extends: list[int], window
     if PADDING_REQ_POOL_IDX in reqs:
         prefixes = [length for req, length in zip(reqs, prefixes) if req]  # noqa: B905 (malformed calls too)
         extends = [length for req, length in zip(reqs, extends) if req]  # noqa: B905
-    row[_BS] = len(prefixes)
-    if not prefixes:
+    row[_BS] = bs = len(prefixes)
+    if not bs:
         row[_WRITE_ENTRIES] = row[_VERIFY_DEMAND] = row[_PREFIX_LEN_MAX] = row[_PREFIX_LEN_SUM] = row[_SEQ_LEN_MAX] = 0
         return
     if min(prefixes) < 0:
         prefixes = [max(length, 0) for length in prefixes]
-    if min(extends) < 0:
-        extends = [max(length, 0) for length in extends]
-    row[_WRITE_ENTRIES] = sum(extends)
-    row[_PREFIX_LEN_MAX] = longest = max(prefixes)
+    longest = max(prefixes)
+    row[_PREFIX_LEN_MAX] = longest
     row[_PREFIX_LEN_SUM] = total = sum(prefixes)
-    row[_SEQ_LEN_MAX] = max(map(add, prefixes, extends))
+    extend = extends[0]
+    if extend >= 0 and extends.count(extend) == bs:  # decode: one token each
+        row[_WRITE_ENTRIES] = extend * bs
+        row[_SEQ_LEN_MAX] = longest + extend
+    else:
+        extends = [max(length, 0) for length in extends]
+        row[_WRITE_ENTRIES] = sum(extends)
+        row[_SEQ_LEN_MAX] = max(map(add, prefixes, extends))
     if 0 < window < longest:
         total = sum([window if length > window else length for length in prefixes])
     row[_VERIFY_DEMAND] = total
@@ -97,16 +102,13 @@ def _read_arrays(
 
 
 def read_verify_plan(plan: VerifyPlan, row: list[int]) -> None:
-    """Fill in what a plan launch decided: entries planned, and whether verification is on."""
-    if plan.enable.is_cpu:
-        row[_VERIFY_PLANNED] = plan.verify_num_valid.item()
-        row[_VERIFY_ENABLED] = 1 if plan.enable.item() else 0
+    """Fill in what a plan decided: entries that it holds, and whether verification is on.
 
-
-def entries_checked(plan: VerifyPlan) -> int | None:
-    """Entries that a verify launch with this plan checks; None where the plan is not on the CPU."""
-    if not plan.enable.is_cpu:
-        return None
-    if not plan.enable.item():
-        return 0
-    return int(min(max(plan.verify_num_valid.item(), 0), plan.verify_slot_indices.shape[0]))
+    A verify launch with this plan checks `VERIFY_PLANNED` entries, or none where `VERIFY_ENABLED` is 0.
+    """
+    enable = plan.enable
+    if enable.is_cpu:
+        planned = plan.verify_num_valid.item()
+        capacity = row[_VERIFY_CAPACITY]
+        row[_VERIFY_PLANNED] = capacity if planned > capacity else 0 if planned < 0 else planned
+        row[_VERIFY_ENABLED] = 1 if enable.item() else 0

@@ -7,8 +7,8 @@ thread ever waits for another. The drain thread reads all lanes; the join does n
 from __future__ import annotations
 
 import threading
-import time
-from typing import TYPE_CHECKING, Final
+from time import time_ns as clock_ns
+from typing import TYPE_CHECKING, Any, Final
 
 from kvcanary_trace.kernels.layout import PROBE_WORDS, Group, ProbeWord, Runner
 
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 assert PROBE_WORDS == HOST_WORDS == ROW_WORDS
 
-EMPTY_ROW: Final = [NOT_MEASURED] * ROW_WORDS
+_DEVICE_WORDS: Final = ProbeWord.VIOLATIONS_NEW + 1
+_HOST_WORDS: Final = HostWord.DEVICE_ROWS + 1
+
+_NO_FACTS: Final = [NOT_MEASURED] * (_DEVICE_WORDS - ProbeWord.TIME_NS)
+EMPTY_HALF: Final = [NOT_MEASURED] * _HOST_WORDS
 
 MODE_NAMES: Final = tuple(mode.name.lower() for mode in Mode)
 MODES: Final = {name: value for value, name in enumerate(MODE_NAMES)}
@@ -36,9 +40,15 @@ _TIME_NS = int(ProbeWord.TIME_NS)
 
 
 class Forward:
-    """A forward in progress: its key, and one open probe row for each plan that it launched."""
+    """A forward in progress: its key, and one open probe row for each plan that it launched.
 
-    __slots__ = ("error", "groups", "message", "number", "plans", "rows", "runner", "step", "time_ns", "writes")
+    Until a row is published, its word 0 (the ring's own) holds its (VerifyPlan, WritePlan).
+    """
+
+    __slots__ = ("error", "groups", "message", "number", "rows", "runner", "step", "time_ns")
+
+    step: int | None
+    rows: list[list[Any]]
 
     def __init__(self, step: int, number: int, runner: int, time_ns: int | None) -> None:
         self.step = step
@@ -47,34 +57,26 @@ class Forward:
         self.time_ns = time_ns
         """Time to put into its rows, or None for the clock's."""
         self.groups = 0  # bits of the groups that were planned
-        self.plans: list[VerifyPlan | None] = []
-        self.writes: list[WritePlan | None] = []
-        self.rows: list[list[int]] = []
+        self.rows = []
         self.error = NOT_MEASURED
         self.message = NOT_MEASURED
 
-    def new_row(self, group: int, plan: VerifyPlan | None, write_plan: WritePlan | None = None) -> list[int]:
+    def new_row(self, group: int, plan: VerifyPlan | None, write_plan: WritePlan | None = None) -> list[Any]:
         """Open a row of `group`, for launches with these plans."""
-        row = EMPTY_ROW.copy()
-        row[1] = self.step
-        row[2] = self.number
-        row[3] = self.runner
-        row[4] = group
-        row[5] = 0
+        row = [(plan, write_plan), self.step, self.number, self.runner, group, 0, *_NO_FACTS]
         self.groups |= 1 << group
-        self.plans.append(plan)
-        self.writes.append(write_plan)
         self.rows.append(row)
         return row
 
-    def row_of_plan(self, plan: object) -> list[int] | None:
+    def row_of_plan(self, plan: object) -> list[Any] | None:
         """The open row of this very plan, a VerifyPlan or a WritePlan."""
-        for at, row in enumerate(self.rows):
-            if self.plans[at] is plan or self.writes[at] is plan:
+        for row in self.rows:
+            verify_plan, write_plan = row[0]
+            if verify_plan is plan or write_plan is plan:
                 return row
         return None
 
-    def row_of_group(self, group: int) -> list[int] | None:
+    def row_of_group(self, group: int) -> list[Any] | None:
         """The group's latest open row."""
         for row in reversed(self.rows):
             if row[_GROUP] == group:
@@ -96,6 +98,8 @@ class Lane:
         "host_reader",
         "number",
         "probe_error",
+        "publish_half",
+        "publish_row",
         "ranges",
         "session",
         "step",
@@ -107,8 +111,10 @@ class Lane:
         self.session = session
         self.number = number
         self.thread = threading.current_thread()
-        self.device = Ring(session.ring_rows)
-        self.host = Ring(session.ring_rows)
+        self.device = Ring(session.ring_rows, used_words=_DEVICE_WORDS)
+        self.host = Ring(session.ring_rows, used_words=_HOST_WORDS)
+        self.publish_row = self.device.publish
+        self.publish_half = self.host.publish
         self.device_reader = RingReader(self.device.words)
         self.host_reader = RingReader(self.host.words)
         self.ranges = Ranges(session.nvtx_domain) if session.nvtx_domain is not None else None
@@ -130,7 +136,7 @@ class Lane:
         self.forward = forward = Forward(next(self.session.step_numbers), 0, 0, None)
         return forward
 
-    def row_of(self, plan: object, group: int) -> list[int] | None:
+    def row_of(self, plan: object, group: int) -> list[Any] | None:
         """The open row that a launch with `plan` belongs to: the plan's own, else the group's latest."""
         forward = self.forward
         if forward is None:
@@ -145,32 +151,36 @@ class Lane:
         forward = self.forward
         if forward is not None and self.step is None:
             self.forward = None
-            self.publish(forward, [NOT_MEASURED] * ROW_WORDS)
+            host: list[Any] = EMPTY_HALF.copy()
+            host[_MODE] = 0
+            self.publish(forward, host)
 
-    def publish(self, forward: Forward, host: list[int]) -> None:
+    def publish(self, forward: Forward, host: list[Any]) -> None:
         """Put a forward's rows and then its host half into the rings: a reader that sees the host half finds the rows.
 
         Args:
             forward: Its rows are final.
-            host: [HOST_WORDS] words; key, time, error and the number of rows are filled in here.
+            host: Words of `EMPTY_HALF`; key, time, error and the number of rows are filled in here.
         """
         rows = forward.rows
-        now_ns = forward.time_ns
-        publish = self.device.publish
-        for row in rows:
-            if now_ns is not None:
-                row[_TIME_NS] = now_ns
-            publish(row)
+        publish = self.publish_row
+        time_ns = forward.time_ns
+        if time_ns is not None:
+            for row in rows:
+                row[_TIME_NS] = time_ns
+                publish(row)
+        else:
+            for row in rows:
+                publish(row)
+            time_ns = rows[0][_TIME_NS] if rows else clock_ns()
         host[1] = forward.step
         host[2] = forward.number
         host[3] = forward.runner
-        host[4] = rows[0][_TIME_NS] if rows else (time.time_ns() if now_ns is None else now_ns)
+        host[4] = time_ns
         host[_ERROR] = forward.error
         host[_ERROR_MESSAGE] = forward.message
         host[_DEVICE_ROWS] = len(rows)
-        if host[_MODE] == NOT_MEASURED:
-            host[_MODE] = 0
-        seq = self.host.publish(host)
+        seq = self.publish_half(host)
         if not seq & 0x3FF and seq - self.host_reader.next_seq > self.session.ring_rows >> 2:
             self.session.wake()
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from kvcanary_trace.kernels.hooks import Call, PlanCall, VerifyCall, WriteCall
 from kvcanary_trace.kernels.layout import CanaryLaunchTag, ProbeWord
-from kvcanary_trace.kernels.probe import entries_checked, read_plan_inputs, read_verify_plan
+from kvcanary_trace.kernels.probe import read_plan_inputs, read_verify_plan
 
 from . import names
-from .lane import GROUPS, Forward, Lane
+from .lane import GROUPS, Lane
 from .schema import NOT_MEASURED
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class Observer:
 
     def __init__(self, session: Session, *, requests: bool) -> None:
         self._session = session
+        self._local = session.local
         self._requests = requests
         self._rings: dict[int, _WatchedRing] = {}
         self.details = Details()
@@ -85,15 +86,18 @@ class Observer:
     def begin(self, call: Call) -> None:
         """Read what the launch demands, open its range, start its clock."""
         try:
-            lane = self._session.lane()
+            try:
+                lane: Lane = self._local.lane
+            except AttributeError:
+                lane = self._session.lane()
             if call.__class__ is PlanCall:
                 self._begin_plan(lane, call)  # type: ignore[arg-type]
-            elif call.__class__ is VerifyCall or call.__class__ is WriteCall:
-                context = call.context  # type: ignore[union-attr]
+            else:
+                context, _ = call  # type: ignore[misc]
                 if id(context.violation_write_index) not in self._rings:
                     self._watch(context)
                 if lane.ranges is not None:
-                    self._push(lane, call)
+                    self._push(lane, call)  # type: ignore[arg-type]
             lane.t0_ns = perf_counter_ns()
         except Exception as error:
             self._session.failed(error)
@@ -103,7 +107,7 @@ class Observer:
         t1_ns = perf_counter_ns()
         session = self._session
         try:
-            lane = session.lane()
+            lane: Lane = self._local.lane
             if lane.ranges is not None:
                 lane.ranges.pop()
             if session.closed:
@@ -122,16 +126,15 @@ class Observer:
                         session.failed(lane.probe_error)
                 lane.probe_error = None
             else:
-                forward = self._end_launch(lane, call, spent_ns, error)  # type: ignore[arg-type]
-            if error is not None and forward is not None:
-                session.note_error(forward, error)
+                self._end_launch(lane, call, spent_ns, error)  # type: ignore[arg-type]
+            if error is not None and lane.forward is not None:
+                session.note_error(lane.forward, error)
         except Exception as failure:
             session.failed(failure)
 
     def _begin_plan(self, lane: Lane, call: PlanCall) -> None:
         group = 1 if call[6] is not None or call[7] > 0 else 0
-        forward = lane.begin_forward(group)
-        row = forward.new_row(group, call[0], call[1])
+        row = lane.begin_forward(group).new_row(group, call[0], call[1])
         try:
             read_plan_inputs(call, row)
             if self._requests:
@@ -144,34 +147,48 @@ class Observer:
 
     def _end_launch(
         self, lane: Lane, call: VerifyCall | WriteCall, spent_ns: int, error: BaseException | None
-    ) -> Forward | None:
+    ) -> None:
         context, plan = call
-        tag = int(context.kernel_kind)
-        group = _TAG_GROUP[tag]
+        tag = context.kernel_kind
         forward = lane.forward
-        if forward is None:
-            forward = lane.begin_forward(group)
-        row = lane.row_of(plan, group)
+        row = None
+        if forward is not None:
+            row = forward.row_of_plan(plan) or lane.row_of(plan, _TAG_GROUP[tag])
+        if row is None:
+            row = self._adopt(lane, call)
         if call.__class__ is VerifyCall:
-            if row is None:  # planned before the session opened, or by somebody else
-                row = forward.new_row(group, plan)  # type: ignore[arg-type]
-                row[_TIME_NS] = time_ns()
-                row[_VERIFY_CAPACITY] = plan.verify_slot_indices.shape[0]  # type: ignore[union-attr]
-                read_verify_plan(plan, row)  # type: ignore[arg-type]
             row[_KIND] = _TAG_KIND[tag]
-            row[_VERIFY_NS] = spent_ns + (row[_VERIFY_NS] if row[_VERIFY_NS] != NOT_MEASURED else 0)
-            checked = 0 if error is not None else entries_checked(plan)  # type: ignore[arg-type]
-            if checked is not None and (row[_VERIFY_CHECKED] == NOT_MEASURED or checked < row[_VERIFY_CHECKED]):
-                row[_VERIFY_CHECKED] = checked
+            before = row[_VERIFY_NS]
+            row[_VERIFY_NS] = spent_ns if before == NOT_MEASURED else before + spent_ns
+            # The plan's own words, read when it was planned: nobody changes a plan between that and its launches.
+            planned = row[_VERIFY_PLANNED]
+            if planned != NOT_MEASURED:
+                checked = planned if error is None and row[_VERIFY_ENABLED] else 0
+                before = row[_VERIFY_CHECKED]
+                if before == NOT_MEASURED or checked < before:
+                    row[_VERIFY_CHECKED] = checked
         else:
-            if row is None:
-                row = forward.new_row(group, None, plan)  # type: ignore[arg-type]
-                row[_TIME_NS] = time_ns()
-            row[_WRITE_NS] = spent_ns + (row[_WRITE_NS] if row[_WRITE_NS] != NOT_MEASURED else 0)
+            before = row[_WRITE_NS]
+            row[_WRITE_NS] = spent_ns if before == NOT_MEASURED else before + spent_ns
         watched = self._rings.get(id(context.violation_write_index))
         if watched is not None:
-            self._read_violations(watched, row)
-        return forward
+            total = watched.index.item()
+            if total != watched.seen or row[_VIOLATIONS] == NOT_MEASURED or row[_VIOLATIONS] != total:
+                self._read_violations(watched, int(total), row)
+
+    def _adopt(self, lane: Lane, call: VerifyCall | WriteCall) -> list[Any]:
+        """A row for a launch whose plan we did not see: made before the session opened, or by somebody else."""
+        context, plan = call
+        group = _TAG_GROUP[context.kernel_kind]
+        forward = lane.forward if lane.forward is not None else lane.begin_forward(group)
+        if call.__class__ is WriteCall:
+            row = forward.new_row(group, None, plan)  # type: ignore[arg-type]
+        else:
+            row = forward.new_row(group, plan)  # type: ignore[arg-type]
+            row[_VERIFY_CAPACITY] = plan.verify_slot_indices.shape[0]  # type: ignore[union-attr]
+            read_verify_plan(plan, row)  # type: ignore[arg-type]
+        row[_TIME_NS] = time_ns() if forward.time_ns is None else forward.time_ns
+        return row
 
     # --- violations -------------------------------------------------------------------------------------------------
 
@@ -184,8 +201,7 @@ class Observer:
             self._rings.pop(next(iter(self._rings)), None)
         self._rings[id(index)] = _WatchedRing(index, context.violation_ring)
 
-    def _read_violations(self, watched: _WatchedRing, row: list[int]) -> None:
-        total: int = watched.index.item()  # type: ignore[assignment]
+    def _read_violations(self, watched: _WatchedRing, total: int, row: list[Any]) -> None:
         capacity = watched.rows.shape[0]
         if row[_VIOLATIONS] == NOT_MEASURED:
             row[_VIOLATIONS], row[_VIOLATION_RING_CAPACITY], row[_VIOLATIONS_NEW] = total, capacity, 0
@@ -198,7 +214,7 @@ class Observer:
                 row[_VIOLATIONS_NEW] += total - seen
                 self._note_violations(watched, row, seen, total, capacity)
 
-    def _note_violations(self, watched: _WatchedRing, row: list[int], seen: int, total: int, capacity: int) -> None:
+    def _note_violations(self, watched: _WatchedRing, row: list[Any], seen: int, total: int, capacity: int) -> None:
         details = self.details
         kept = min(total, capacity)
         lost = total - max(seen, kept)
@@ -215,7 +231,7 @@ class Observer:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def _note_requests(self, call: PlanCall, row: list[int]) -> None:
+    def _note_requests(self, call: PlanCall, row: list[Any]) -> None:
         if not call.req_pool_indices.is_cpu:
             return
         details = self.details
@@ -228,13 +244,13 @@ class Observer:
 
     def _push(self, lane: Lane, call: VerifyCall | WriteCall) -> None:  # type: ignore[valid-type]
         context, plan = call
-        tag = int(context.kernel_kind)
+        tag = context.kernel_kind
         row = lane.row_of(plan, _TAG_GROUP[tag])
         name = names.VERIFY if call.__class__ is VerifyCall else names.WRITE
         assert lane.ranges is not None
         lane.ranges.push(name, _TAG_NAME[tag], _payload(row) if row is not None else None)
 
 
-def _payload(row: list[int]) -> int | None:
-    bs = row[_BS]
+def _payload(row: list[Any]) -> int | None:
+    bs: int = row[_BS]
     return None if bs == NOT_MEASURED else bs

@@ -11,18 +11,14 @@ Rows are numbered from 1. Every row ends up in exactly one place: published = dr
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvcanary_trace.kernels.layout import WORD_BYTES
-
 Words = npt.NDArray[np.int64]
 
 ROW_WORDS: Final = 32
-_ROW_BYTES: Final = ROW_WORDS * WORD_BYTES
 _LAST: Final = ROW_WORDS - 1
 _FIRST_READ_ROWS: Final = 256
 _MAX_READ_ROWS: Final = 8192
@@ -31,23 +27,26 @@ _MAX_READ_ROWS: Final = 8192
 class Ring:
     """A ring of `rows` rows of 32 words. `publish` belongs to one thread; a `RingReader` may live on another."""
 
-    __slots__ = ("_buffer", "_cells", "_next", "_pack_into", "rows", "words")
+    __slots__ = ("_buffer", "_cells", "_next", "_pack_into", "_size_words", "rows", "used_words", "words")
 
-    def __init__(self, rows: int, words: Words | None = None) -> None:
+    def __init__(self, rows: int, words: Words | None = None, *, used_words: int = _LAST) -> None:
         """Make an empty ring, or lay one over existing memory.
 
         Args:
             rows: Rows kept, at least 2.
             words: [rows, 32] int64, C-contiguous and zero; allocated when None.
+            used_words: Words that `publish` writes, the first included; the rest stays zero, but for the last.
         """
         if rows < 2:
             raise ValueError(f"a ring needs at least 2 rows, got {rows}")
         self.rows = rows
+        self._size_words = rows * ROW_WORDS
         self.words: Words = np.zeros((rows, ROW_WORDS), dtype=np.int64) if words is None else words
         flat = memoryview(self.words.reshape(-1))  # type: ignore[arg-type]
         self._cells = flat.cast("B").cast("q")
         self._buffer = flat.cast("B")
-        self._pack_into = struct.Struct(f"={ROW_WORDS}q").pack_into
+        self.used_words = used_words
+        self._pack_into = struct.Struct(f"={used_words}q").pack_into
         self._next = 1
 
     @property
@@ -55,20 +54,23 @@ class Ring:
         """Rows published so far, overwritten ones included."""
         return self._next - 1
 
-    def publish(self, row: list[int]) -> int:
-        """Put one row into the ring and return its number. Words 0 and 31 of `row` are the ring's own.
+    def publish(self, row: list[Any]) -> int:
+        """Put one row into the ring and return its number.
+
+        Args:
+            row: [used_words] int64 words; word 0 is the ring's own and is overwritten.
 
         Raises:
-            struct.error: a word is no int64. The ring is as before; the slot's old row is gone.
+            struct.error: a word is no int64, or their number is wrong. The ring is as before; the slot's old row is gone.
         """
         seq = self._next
-        slot = (seq - 1) % self.rows
-        row[0] = -seq
-        row[_LAST] = seq
-        self._cells[slot * ROW_WORDS] = -seq
-        self._pack_into(self._buffer, slot * _ROW_BYTES, *row)
+        word = (seq - 1) * ROW_WORDS % self._size_words
+        cells = self._cells
+        cells[word] = row[0] = -seq
+        self._pack_into(self._buffer, word << 3, *row)
+        cells[word + _LAST] = seq
         self._next = seq + 1
-        self._cells[slot * ROW_WORDS] = seq
+        cells[word] = seq
         return seq
 
 
@@ -147,13 +149,3 @@ class RingReader:
     def balance(self, published: int) -> tuple[int, int, int]:
         """(drained, overwritten, pending) rows; they sum to `published`."""
         return self.drained, self.overwritten, published - self.drained - self.overwritten
-
-
-def empty_row(not_measured: int) -> list[int]:
-    """A row in which nothing was measured."""
-    return [not_measured] * ROW_WORDS
-
-
-def rows_of(values: Sequence[Sequence[int]]) -> Words:
-    """[n, 32] int64 from Python rows; for tests and tools."""
-    return np.array(values, dtype=np.int64).reshape(-1, ROW_WORDS)

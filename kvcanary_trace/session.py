@@ -23,12 +23,12 @@ from kvcanary_trace.kernels.layout import ProbeWord
 from . import config, names, nvtx_ranges, steps
 from .drain import Drain
 from .errors import SessionError, SettingError
-from .lane import EMPTY_ROW, GROUPS, MODES, RUNNERS, Forward, Lane
+from .lane import EMPTY_HALF, GROUPS, MODES, RUNNERS, Forward, Lane
 from .observer import Details, Observer
 from .runfile import Run, check_run_id, new_run_id
 from .schema import NOT_MEASURED, ErrorCode, HostWord
 from .sinks import Sink
-from .steps import step
+from .steps import known, step
 
 __all__ = ["Session", "TraceStats", "step", "trace"]
 
@@ -98,7 +98,7 @@ class Session:
         self._violations_seen = dict.fromkeys(RUNNERS.values(), 0)
         self._observer_errors = 0
         self._largest_step = -1
-        self._local = threading.local()
+        self.local = threading.local()
         self._lanes: list[Lane] = []
         self._lane_numbers = itertools.count()
         self._pid = os.getpid()
@@ -199,13 +199,13 @@ class Session:
             raise SessionError("record() on a closed session; rows belong inside the `with trace(...)` block")
         lane = self.lane()
         new = None
-        number = _known(RUNNERS, "runner", runner)
+        number = known("runner", runner, RUNNERS)
         if violations is not None:
             seen = self._violations_seen[number]
             new = violations - seen if violations >= seen else violations
             self._violations_seen[number] = violations
         row_forward = Forward(step, forward, number, time.time_ns() if time_ns is None else time_ns)
-        row = row_forward.new_row(_known(GROUPS, "group", group), None)
+        row = row_forward.new_row(known("group", group, GROUPS), None)
         row[_FIRST_FACT : _FIRST_FACT + len(_FACTS)] = [
             NOT_MEASURED if value is None else value
             for value in (
@@ -234,8 +234,8 @@ class Session:
         if error_message is not None or error is not None:
             row_forward.error = error_number(error, error_message)
             row_forward.message = self._message_number(error_message)
-        host = EMPTY_ROW.copy()
-        host[_MODE] = _known(MODES, "mode", mode)
+        host: list[Any] = EMPTY_HALF.copy()
+        host[_MODE] = known("mode", mode, MODES)
         if write_entry_capacity is None:
             write_entry_capacity = self.write_entry_capacity
         host[_FIRST_HOST_FACT : _FIRST_HOST_FACT + len(_HOST_FACTS)] = [
@@ -300,9 +300,9 @@ class Session:
     def lane(self) -> Lane:
         """The calling thread's lane."""
         try:
-            lane: Lane = self._local.lane
+            lane: Lane = self.local.lane
         except AttributeError:
-            lane = self._local.lane = Lane(self, next(self._lane_numbers))
+            lane = self.local.lane = Lane(self, next(self._lane_numbers))
             self._lanes.append(lane)
         return lane
 
@@ -397,14 +397,7 @@ def error_number(code: str | None, message: str | None) -> int:
     Raises:
         ValueError: `code` is unknown.
     """
-    return _known(_CODES, "error", code if code is not None else ErrorCode.of(message or "").code)
-
-
-def _known(numbers: Mapping[str, int], what: str, name: str) -> int:
-    number = numbers.get(name)
-    if number is None:
-        raise ValueError(f"{what} must be one of {', '.join(numbers)}, got {name!r}")
-    return number
+    return known("error", code if code is not None else ErrorCode.of(message or "").code, _CODES)
 
 
 def describe(error: BaseException) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter_ns
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from . import names
-from .lane import EMPTY_ROW, MODE_NAMES, MODES, RUNNERS, Forward, Lane
+from .lane import EMPTY_HALF, MODE_NAMES, MODES, RUNNERS, Forward, Lane
 from .schema import NOT_MEASURED, HostWord
 
 if TYPE_CHECKING:
@@ -33,21 +33,31 @@ _WAITING_REQS = int(HostWord.WAITING_REQS)
 _WAITING_TOKENS = int(HostWord.WAITING_TOKENS)
 
 _MAX_OPEN_FORWARDS: Final = 64
+_TAIL: Final = EMPTY_HALF[_WAITING_TOKENS + 1 :]
 
-_UPDATABLE: Final = (
-    "mode",
-    "graph_replay",
-    "kv_used",
-    "kv_capacity",
-    "resident_reqs",
-    "resident_tokens",
-    "waiting_reqs",
-    "waiting_tokens",
-    "time_ns",
-)
+_UPDATABLE: Final = {
+    "graph_replay": _GRAPH_REPLAY,
+    "kv_used": _KV_USED,
+    "kv_capacity": _KV_CAPACITY,
+    "resident_reqs": _RESIDENT_REQS,
+    "resident_tokens": _RESIDENT_TOKENS,
+    "waiting_reqs": _WAITING_REQS,
+    "waiting_tokens": _WAITING_TOKENS,
+}
+assert EMPTY_HALF.index(NOT_MEASURED, _MODE) == _MODE and list(_UPDATABLE.values()) == [6, *range(9, 15)]
+
+def known(what: str, name: object, numbers: Mapping[str, int]) -> int:
+    """The number of a name.
+
+    Raises:
+        ValueError: the name is none of them.
+    """
+    if not isinstance(name, str) or name not in numbers:
+        raise ValueError(f"{what} must be one of {', '.join(numbers)}, got {name!r}")
+    return numbers[name]
 
 
-class step:
+class step(Forward):
     """One forward step. Values that are None are recorded as null, never as zero.
 
     Inside another `step()` of the same thread it is one more forward of that step, as speculative decoding has them.
@@ -70,27 +80,12 @@ class step:
         ValueError: `mode` or `runner` is unknown.
     """
 
-    __slots__ = (
-        "_forward",
-        "_forwards",
-        "_lane",
-        "_nested",
-        "_parent",
-        "_pushed",
-        "_t0_ns",
-        "earlier",
-        "graph_replay",
-        "kv_capacity",
-        "kv_used",
-        "mode",
-        "resident_reqs",
-        "resident_tokens",
-        "runner",
-        "step",
-        "time_ns",
-        "waiting_reqs",
-        "waiting_tokens",
-    )
+    __slots__ = ("_given", "_half", "_lane", "_outer", "_t0_ns", "_used", "earlier")
+
+    _lane: Lane | None
+    _outer: tuple[step | None, Forward | None]
+    _used: list[int] | None
+    earlier: list[Forward] | None
 
     def __init__(
         self,
@@ -107,25 +102,35 @@ class step:
         waiting_tokens: int | None = None,
         time_ns: int | None = None,
     ) -> None:
-        self._lane: Lane | None = None
-        self._nested: bool
-        self._forward: Forward
-        self._forwards: list[int]
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-        if runner not in RUNNERS:
-            raise ValueError(f"runner must be one of {', '.join(RUNNERS)}, got {runner!r}")
-        self.step = step
-        self.mode = MODES[mode]
-        self.runner = RUNNERS[runner]
-        self.graph_replay = graph_replay
-        self.kv_used = kv_used
-        self.kv_capacity = kv_capacity
-        self.resident_reqs = resident_reqs
-        self.resident_tokens = resident_tokens
-        self.waiting_reqs = waiting_reqs
-        self.waiting_tokens = waiting_tokens
+        try:
+            mode_number = MODES[mode]
+            self.runner = RUNNERS[runner]
+        except (KeyError, TypeError):
+            known("mode", mode, MODES)
+            known("runner", runner, RUNNERS)
+            raise
+        self._lane = None
+        self._given = step
         self.time_ns = time_ns
+        # The words of a host half, in their order.
+        self._half = [
+            0,
+            0,
+            0,
+            0,
+            0,
+            mode_number,
+            NOT_MEASURED if graph_replay is None else graph_replay,
+            NOT_MEASURED,
+            NOT_MEASURED,
+            NOT_MEASURED if kv_used is None else kv_used,
+            NOT_MEASURED if kv_capacity is None else kv_capacity,
+            NOT_MEASURED if resident_reqs is None else resident_reqs,
+            NOT_MEASURED if resident_tokens is None else resident_tokens,
+            NOT_MEASURED if waiting_reqs is None else waiting_reqs,
+            NOT_MEASURED if waiting_tokens is None else waiting_tokens,
+            *_TAIL,
+        ]
 
     def update(self, **values: Any) -> None:
         """Set values that only the inside of the step knows, by the names of the arguments; they replace those given.
@@ -135,60 +140,69 @@ class step:
             ValueError: `mode` is unknown.
         """
         for name, value in values.items():
-            if name not in _UPDATABLE:
-                raise TypeError(f"a step has no value {name!r}; it has {', '.join(_UPDATABLE)}")
             if name == "mode":
-                if value not in MODES:
-                    raise ValueError(f"mode must be one of {', '.join(MODES)}, got {value!r}")
-                value = MODES[value]
-            setattr(self, name, value)
+                self._half[_MODE] = known("mode", value, MODES)
+            elif name == "time_ns":
+                self.time_ns = value
+            elif name in _UPDATABLE:
+                self._half[_UPDATABLE[name]] = NOT_MEASURED if value is None else value
+            else:
+                raise TypeError(f"a step has no value {name!r}; it has mode, time_ns, {', '.join(_UPDATABLE)}")
 
     def __enter__(self) -> step:
         session = open_session
         if session is None:
             return self
         try:
-            self._enter(session)
+            try:
+                lane: Lane = session.local.lane
+            except AttributeError:
+                lane = session.lane()
+            self._outer = (parent, forward) = (lane.step, lane.forward)
+            self.groups = self.number = 0
+            self.rows = []
+            self.error = self.message = NOT_MEASURED
+            self._used = self.earlier = None
+            if parent is not None:
+                self._enter_inside(session, parent)
+            else:
+                if forward is not None:
+                    lane.end_implicit()
+                    self._outer = (None, None)
+                if self._given is None:
+                    self.step = next(session.step_numbers)
+                else:
+                    self.step = self._given
+                    session.saw_step(self._given)
+            lane.step = lane.forward = self
+            self._lane = lane
+            if lane.ranges is not None:
+                half = self._half
+                resident = half[_RESIDENT_REQS]
+                lane.ranges.push(names.STEP, MODE_NAMES[half[_MODE]], None if resident == NOT_MEASURED else resident)
+            self._t0_ns = perf_counter_ns()
         except Exception as error:
             session.failed(error)
         return self
 
-    def _enter(self, session: Session) -> None:
-        lane = session.lane()
-        parent = lane.step
-        number = self.step
-        if parent is None:
-            if lane.forward is not None:
-                lane.end_implicit()
-            if number is None:
-                number = next(session.step_numbers)
-            else:
-                session.saw_step(number)
-            forwards = self._forwards = [0, 0]
+    def _enter_inside(self, session: Session, parent: step) -> None:
+        """Become one more forward of the step around this one, unless a number of its own says otherwise."""
+        self._used = parent._numbers_used()
+        if self._given is None or self._given == parent.step:
+            self.step = parent.step
+            self.number = self._used[self.runner]
+            self._used[self.runner] += 1
         else:
-            parent._nested = True
-            outer = parent._forwards
-            if number is None or number == parent._forward.step:
-                number, forwards = parent._forward.step, outer
-            else:
-                session.saw_step(number)
-                forwards = [0, 0]
-            self._forwards = forwards
-        self._nested = False
-        self.earlier: list[Forward] = []
-        self._parent = (parent, lane.forward)
-        runner = self.runner
-        self._forward = lane.forward = Forward(number, forwards[runner], runner, self.time_ns)
-        forwards[runner] += 1
-        lane.step = self
-        self._lane = lane
-        ranges = lane.ranges
-        if ranges is not None:
-            self._pushed = True
-            ranges.push(names.STEP, MODE_NAMES[self.mode], self.resident_reqs)
-        else:
-            self._pushed = False
-        self._t0_ns = perf_counter_ns()
+            self._used = None
+            self.step = self._given
+            session.saw_step(self._given)
+
+    def _numbers_used(self) -> list[int]:
+        """Forwards numbered so far in this step, by runner; shared by all that are inside it."""
+        if self._used is None:
+            self._used = [0, 0]
+            self._used[self.runner] = 1
+        return self._used
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -196,53 +210,41 @@ class step:
         lane = self._lane
         if lane is None:
             return
-        self._lane = None
         try:
-            self._exit(lane, error)
+            host_ns = perf_counter_ns() - self._t0_ns
+            self._lane = None
+            if lane.ranges is not None:
+                lane.ranges.pop()
+            last = lane.forward
+            lane.step, lane.forward = self._outer
+            session = lane.session
+            if session.closed or last is None:
+                return
+            if error is not None:
+                session.note_error(last, error)
+            if self.earlier is not None:
+                for forward in self.earlier:
+                    forward.time_ns = self.time_ns
+                    lane.publish(forward, self._host_half(lane, host_ns))
+                last.time_ns = self.time_ns
+            if self._used is not None and self._outer[0] is None and not last.rows and last.error == NOT_MEASURED:
+                return  # only a bracket around other forwards
+            half = self._half
+            half[_HOST_NS] = host_ns
+            if session.write_entry_capacity is not None:
+                half[_WRITE_ENTRY_CAPACITY] = session.write_entry_capacity
+            lane.publish(last, half)
         except Exception as failure:
             lane.session.failed(failure)
 
-    def _exit(self, lane: Lane, error: BaseException | None) -> None:
-        host_ns = perf_counter_ns() - self._t0_ns
-        if self._pushed and lane.ranges is not None:
-            lane.ranges.pop()
-        forward = lane.forward
-        lane.step, lane.forward = self._parent
-        session = lane.session
-        if session.closed or forward is None:
-            return
-        if error is not None and forward.error == NOT_MEASURED:
-            session.note_error(forward, error)
-        if self._nested and not forward.rows and forward.error == NOT_MEASURED:
-            return  # only a bracket around other forwards
-        for earlier in self.earlier:
-            earlier.time_ns = self.time_ns
-            lane.publish(earlier, self._host_half(lane, host_ns))
-        forward.time_ns = self.time_ns
-        lane.publish(forward, self._host_half(lane, host_ns))
-
-    def _host_half(self, lane: Lane, host_ns: int) -> list[int]:
-        """The words that this object knows; None stays NOT_MEASURED."""
-        host = EMPTY_ROW.copy()
-        host[_MODE] = self.mode
-        host[_HOST_NS] = host_ns
-        if (value := lane.session.write_entry_capacity) is not None:
-            host[_WRITE_ENTRY_CAPACITY] = value
-        if (value := self.graph_replay) is not None:
-            host[_GRAPH_REPLAY] = value
-        if (value := self.kv_used) is not None:
-            host[_KV_USED] = value
-        if (value := self.kv_capacity) is not None:
-            host[_KV_CAPACITY] = value
-        if (value := self.resident_reqs) is not None:
-            host[_RESIDENT_REQS] = value
-        if (value := self.resident_tokens) is not None:
-            host[_RESIDENT_TOKENS] = value
-        if (value := self.waiting_reqs) is not None:
-            host[_WAITING_REQS] = value
-        if (value := self.waiting_tokens) is not None:
-            host[_WAITING_TOKENS] = value
-        return host
+    def _host_half(self, lane: Lane, host_ns: int) -> list[Any]:
+        """This object's host half; publishing copies it."""
+        half = self._half
+        half[_HOST_NS] = host_ns
+        capacity = lane.session.write_entry_capacity
+        if capacity is not None:
+            half[_WRITE_ENTRY_CAPACITY] = capacity
+        return half
 
     def next_forward(self, lane: Lane) -> Forward:
         """Begin the next forward of the same step; called when a plan repeats a group.
@@ -250,18 +252,21 @@ class step:
         The one before stays open: its verify and write launches may still come.
         """
         forward = lane.forward
-        assert forward is not None
+        assert forward is not None and self.step is not None
+        if self.earlier is None:
+            self.earlier = []
         if len(self.earlier) >= _MAX_OPEN_FORWARDS:
             lane.publish(self.earlier.pop(0), self._host_half(lane, NOT_MEASURED))
         self.earlier.append(forward)
-        number = self._forwards[self.runner]
-        self._forwards[self.runner] += 1
-        return Forward(forward.step, number, self.runner, self.time_ns)
+        used = self._numbers_used()
+        number = used[self.runner]
+        used[self.runner] += 1
+        return Forward(self.step, number, self.runner, self.time_ns)
 
     def close_early(self, lane: Lane) -> None:
         """Publish what is known so far; the session closes while the block still runs."""
-        forwards = [*self.earlier, *([lane.forward] if lane.forward is not None else [])]
-        self.earlier = []
+        forwards = [*(self.earlier or ()), *([lane.forward] if lane.forward is not None else [])]
+        self.earlier = None
         for forward in forwards:
             if forward.rows:
                 lane.publish(forward, self._host_half(lane, NOT_MEASURED))
@@ -270,10 +275,10 @@ class step:
         """A fresh object with the same arguments, for each call of a decorated function."""
         twin = object.__new__(type(self))
         twin._lane = None
+        twin._given = self._given
         twin.runner = self.runner
-        twin.step = self.step
-        for name in _UPDATABLE:
-            setattr(twin, name, getattr(self, name))
+        twin.time_ns = self.time_ns
+        twin._half = self._half.copy()
         return twin
 
     def __call__(self, function: _Function) -> _Function:
