@@ -1,0 +1,266 @@
+"""Findings about capacities: one for each measured capacity of each series, with its forecast, reason and remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvcanary_trace.pressure.capacities import BY_ID, Capacity
+from kvcanary_trace.pressure.forecast import Bounds, Forecast, Load, announced_steps, forecast
+from kvcanary_trace.pressure.severity import WARNING_UTILIZATION, Severity, classify
+
+from .dataset import Run
+from .findings import Breach, Finding, Remedy, at_steps, percent
+from .series import CapacitySeries, Series, Span, load_before, read_loads
+from .sql import Connection
+
+__all__ = ["capacity_findings", "changed_limits"]
+
+_MAX_LOOK_BACKS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One capacity of one series and all that is known about it."""
+
+    series: Series
+    one: CapacitySeries
+    run: Run
+    bounds: Bounds
+    forecast: Forecast | None
+
+    @property
+    def capacity(self) -> Capacity:
+        return self.one.capacity
+
+    @property
+    def name(self) -> str:
+        """The capacity, and of which group, runner and kind where that is not plain."""
+        key = self.series.key
+        where = [key.group] if key.group is not None and self.capacity.grouped else []
+        where += ["draft"] if key.runner == "draft" else []
+        where += ["sweep"] if key.kind == "sweep" else []
+        return f"{self.capacity.id} ({', '.join(where)})" if where else self.capacity.id
+
+    def counted(self, number: float) -> str:
+        """A number of what the capacity counts."""
+        whole, unit = math.ceil(number), self.capacity.unit
+        plural = {"entry": "entries"}.get(unit, f"{unit}s")
+        return f"{whole:,} {unit if whole == 1 else plural}"
+
+    @property
+    def ceiling(self) -> float | None:
+        """The most that the engine's settings allow."""
+        return self.bounds.ceiling(self.capacity.id)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the engine's settings keep demand within the limit."""
+        return self.ceiling is not None and self.ceiling <= self.one.last_limit
+
+    @property
+    def allows_overflow(self) -> bool:
+        """Whether nothing but load keeps demand below the limit."""
+        return self.ceiling is not None and self.ceiling > self.one.last_limit
+
+
+def capacity_findings(
+    connection: Connection, series: Sequence[Series], runs: Mapping[tuple[str, int], Run]
+) -> Iterator[Finding]:
+    """One finding for each measured capacity of each series.
+
+    Args:
+        connection: To the dataset.
+        series: All series.
+        runs: Run files by (run, rank).
+    """
+    loads = read_loads(connection, series, BY_ID)
+    pools: set[tuple[str, int, str]] = set()
+    look_backs = 0
+    for one_series in series:
+        key = one_series.key
+        run = runs[key.run, key.rank]
+        bounds = Bounds.of(run.engine)
+        for one in one_series.capacities.values():
+            if not one.capacity.grouped:
+                if (key.run, key.rank, key.runner) in pools:
+                    continue  # the pool is the engine's: its groups tell the same
+                pools.add((key.run, key.rank, key.runner))
+            load = loads.get(key, {}).get(one.capacity.id)
+            expected = None
+            if load is not None and len(load) and one.breached is None:
+                expected = forecast(one.capacity.id, load, bounds, earlier_peak=_earlier_peak(one_series, one, load))
+            case = _Case(one_series, one, run, bounds, expected)
+            lead = 0
+            if one.breached is not None and look_backs < _MAX_LOOK_BACKS:
+                look_backs += 1
+                lead = _lead_steps(connection, case)
+            yield _finding(case, lead)
+
+
+def changed_limits(series: Sequence[Series]) -> Iterator[Finding]:
+    """Capacities whose limit changed while a run went on."""
+    for one_series in series:
+        for one in one_series.capacities.values():
+            limits = one.limits[np.isfinite(one.limits).all(axis=1)]
+            if limits.min() == limits.max():
+                continue
+            known = np.flatnonzero(np.isfinite(one.limits).all(axis=1))
+            moved = np.flatnonzero((limits[:, 0] != limits[0, 0]) | (limits[:, 1] != limits[0, 0]))
+            bucket = known[int(moved[0])]
+            first = int(one_series.first_steps[bucket])
+            key = one_series.key
+            yield Finding(
+                rule="capacity-changed",
+                severity="info",
+                capacity=one.capacity.id,
+                group=key.group if one.capacity.grouped else None,
+                rank=key.rank,
+                run=key.run,
+                runner=key.runner,
+                steps=(first, one_series.steps[1]),
+                reason=f"{one.capacity.id}: the limit changed during the run, from {int(limits[0, 0]):,} to "
+                f"{one.last_limit:,} (between {int(limits.min()):,} and {int(limits.max()):,}), first at about step "
+                f"{first:,}; utilisation is measured against the limit of each step",
+            )
+
+
+def _earlier_peak(series: Series, one: CapacitySeries, load: Load) -> float:
+    """Highest utilisation in the buckets that end before the load begins."""
+    before = one.utilization[series.last_steps < load.step[0]]
+    before = before[np.isfinite(before)]
+    return float(before.max()) if len(before) else 0.0
+
+
+def _lead_steps(connection: Connection, case: _Case) -> int:
+    """For how many steps before the first breach it was announced."""
+    assert case.one.breached is not None
+    load = load_before(connection, case.series.key, case.capacity, case.one.breached.first)
+    if not len(load):
+        return 0
+    return announced_steps(case.capacity.id, load, case.bounds, earlier_peak=_earlier_peak(case.series, case.one, load))
+
+
+def _finding(case: _Case, lead: int) -> Finding:
+    one, key, expected = case.one, case.series.key, case.forecast
+    limit = one.last_limit
+    severity = classify(
+        one.peak_utilization,
+        breached=one.breached is not None,
+        breach_forecast=expected is not None and expected.cause is not None,
+    )
+    if severity == "info" and (case.allows_overflow or (expected is not None and expected.under_pressure(limit))):
+        severity = "warning"
+    if severity == "breached" and one.breached is not None:
+        steps = (one.breached.first, one.breached.last)
+    elif one.high is not None:
+        steps = (one.high.first, one.high.last)
+    else:
+        steps = case.series.steps
+    return Finding(
+        rule=case.capacity.rule,
+        severity=severity,
+        capacity=case.capacity.id,
+        group=key.group if case.capacity.grouped else None,
+        rank=key.rank,
+        run=key.run,
+        runner=key.runner,
+        steps=steps,
+        peak_utilization=one.peak_utilization,
+        p99_utilization=one.p99_utilization,
+        headroom=one.peak_limit - one.peak_demand,
+        breach=_breach(case) if severity == "critical" else None,
+        reason=_reason(case, severity, lead),
+        remedy=_remedy(case) if severity != "info" else None,
+    )
+
+
+def _breach(case: _Case) -> Breach:
+    assert case.forecast is not None
+    steps = case.forecast.steps
+    if steps is None:
+        return Breach(low=1)
+    whole = max(1, math.ceil(steps))
+    seconds = None if math.isnan(case.series.step_s) else whole * case.series.step_s
+    return Breach(steps=whole, seconds=seconds, low=1 if case.forecast.cause == "running" else None)
+
+
+def _remedy(case: _Case) -> Remedy | None:
+    """What to set so that the highest demand seen or expected fills the capacity to the warning line at most."""
+    capacity, expected = case.capacity, case.forecast
+    if case.is_bounded and case.one.breached is None:
+        return None  # the engine's own limit keeps demand within it
+    need = float(case.one.peak_demand)
+    if expected is not None:
+        wanted = (expected.committed.running, expected.committed.likely, expected.committed.never_fits)
+        need = max([need, *(value for value in wanted if np.isfinite(value))])
+        if expected.trend is not None:
+            need = max(need, float(case.one.last_limit))  # it is about to reach it, and nothing says where it stops
+    if case.allows_overflow and capacity.direction == "raise":
+        # The least that no load can break, which for a request limit is the limit itself.
+        assert case.ceiling is not None
+        return Remedy(math.ceil(max(case.ceiling, need)), capacity.flag)
+    if capacity.direction == "lower" and need <= case.one.last_limit and not case.allows_overflow:
+        return None  # it fits, and the knob's value is not known to be wrong
+    return Remedy(capacity.remedy_value(need, case.one.last_limit, WARNING_UTILIZATION), capacity.flag)
+
+
+def _reason(case: _Case, severity: Severity, lead: int) -> str:
+    """One sentence: what was seen, what is to come, and why."""
+    one, limit, expected = case.one, case.one.last_limit, case.forecast
+    peak = f"at most {case.counted(one.peak_demand)} of {one.peak_limit:,} ({percent(one.peak_utilization)})"
+    if one.breached is not None:
+        said = f"; announced {lead:,} step{'s' * (lead != 1)} before" if lead else ""
+        return f"{case.name}: demand exceeded the limit {_when(one.breached)}, {peak}: {_consequence(case)}{said}"
+    if severity == "critical" and expected is not None:
+        return f"{case.name}: {_coming(case, expected)}: {case.capacity.consequence}; so far {peak}"
+    if case.allows_overflow and case.ceiling is not None:
+        allowed = f"the engine may reach {case.counted(case.ceiling)}, the limit is {limit:,}"
+        return f"{case.name}: {allowed}; so far {peak}"
+    if one.high is not None:
+        cannot = ""
+        if case.is_bounded and case.ceiling is not None:
+            cannot = f"; the engine's own limit of {int(case.ceiling):,} keeps it from breaking"
+        return f"{case.name}: at or above {percent(WARNING_UTILIZATION)} {_when(one.high)}, {peak}{cannot}"
+    if severity == "warning" and expected is not None:
+        work = expected.committed
+        wanted = max(value for value in (work.likely, work.most) if np.isfinite(value))
+        may = f"running and queued work may want {case.counted(wanted)} of {limit:,} ({percent(wanted / limit)})"
+        return f"{case.name}: {may}; so far {peak}"
+    return f"{case.name}: {peak}"
+
+
+def _when(span: Span) -> str:
+    """In how many rows, and between which steps."""
+    rows = "one row" if span.rows == 1 else f"{span.rows:,} rows"
+    return f"in {rows} {at_steps(span.first, span.last)}"
+
+
+def _coming(case: _Case, expected: Forecast) -> str:
+    """Why a breach is to come."""
+    limit, work = case.one.last_limit, expected.committed
+    if expected.cause == "running":
+        return f"work already running wants {case.counted(work.running)} of {limit:,} at its next step"
+    if expected.cause == "queued":
+        wanted = case.counted(work.likely)
+        return f"running work and what the engine can admit of its queue want {wanted} of {limit:,}"
+    if expected.cause == "never-fits":
+        return f"a queued request of at least {case.counted(work.never_fits)} cannot fit into {limit:,}"
+    assert expected.trend is not None
+    found = expected.trend
+    return (
+        f"rising by {100 * found.slope:.2g} % of the limit a step over {int(found.seen_steps):,} steps, it reaches "
+        f"{limit:,} in about {max(1, math.ceil(found.steps_to_limit)):,} steps"
+    )
+
+
+def _consequence(case: _Case) -> str:
+    """What happened past the limit, in the past tense where the rows tell."""
+    if case.capacity.id == "verify":
+        rotate = case.run.engine.get("overflow") == "rotate"
+        return "each step checked a part (overflow=rotate)" if rotate else "those steps went unverified"
+    return case.capacity.consequence

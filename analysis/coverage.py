@@ -1,0 +1,134 @@
+"""The coverage ledger: what share of the demanded entries was verified, and why the rest was not.
+
+An entry counts as verified when every launch of its group had it in its plan. Slot 0 is the exception that rows cannot
+show: such entries are in the plan but skipped by the kernel, so `slot_0` is unknown (null), never zero. Lost rows take
+their demand with them: how many entries they held is unknown too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from .sql import KEYS, Connection, Key, fetch, split
+
+__all__ = ["REASONS", "Coverage", "read_coverage"]
+
+REASONS: Final = {
+    "overflow": "demand exceeded the verify capacity",
+    "disabled": "verification was off",
+    "error": "the step ended in an error",
+    "not_launched": "planned, but no verify launch of every kind checked it",
+    "not_measured": "nobody recorded whether it was checked",
+}
+"""Reason → what it means. `slot_0` and `lost_rows` stand beside them and have no count of entries."""
+
+_REASON: Final = """CASE
+    WHEN verify_demand <= 0 THEN 'verified'
+    WHEN verify_demand > verify_capacity AND (NOT verify_enabled OR verify_checked IS NOT NULL) THEN 'overflow'
+    WHEN error IS NOT NULL AND coalesce(verify_checked, 0) < verify_demand THEN 'error'
+    WHEN NOT verify_enabled THEN 'disabled'
+    WHEN verify_checked IS NULL THEN 'not_measured'
+    WHEN verify_checked < verify_demand THEN 'not_launched'
+    ELSE 'verified' END"""
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Entries demanded and verified.
+
+    Attributes:
+        demanded: Sum of the rows' demand.
+        verified: Those that were checked.
+        unverified_by_reason: Entries by reason; None where a number cannot be known.
+        rows_by_reason: Rows that had unverified entries, by reason.
+        lost_rows: Rows that never reached the dataset.
+    """
+
+    demanded: int
+    verified: int
+    unverified_by_reason: Mapping[str, int | None]
+    rows_by_reason: Mapping[str, int]
+    lost_rows: int = 0
+
+    @property
+    def ratio(self) -> float | None:
+        """Verified over demanded, of the entries about which it is known; None where nothing is."""
+        known = self.demanded - (self.unverified_by_reason["not_measured"] or 0)
+        return self.verified / known if known else None
+
+    @property
+    def unverified(self) -> int:
+        """Entries known not to have been verified."""
+        return sum(self.unverified_by_reason[name] or 0 for name in REASONS if name != "not_measured")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One reason's share of a series."""
+
+    reason: str
+    rows: int
+    demanded: int
+    checked: int
+
+
+def read_coverage(connection: Connection, where: str) -> dict[Key, Coverage]:
+    """The ledger of each series.
+
+    Args:
+        connection: To the dataset.
+        where: SQL condition on the rows, or nothing.
+    """
+    # Sums of int64 are 128 bits wide in DuckDB and doubles in numpy: exact up to 2^53 entries.
+    columns = fetch(
+        connection,
+        f"SELECT {KEYS}, {_REASON} AS reason, count(verify_demand) AS rows, "
+        "coalesce(sum(greatest(verify_demand, 0)), 0)::BIGINT AS demanded, "
+        "coalesce(sum(least(coalesce(verify_checked, 0), greatest(verify_demand, 0))), 0)::BIGINT AS checked "
+        f"FROM steps {where} GROUP BY ALL ORDER BY {KEYS}",
+    )
+    ledgers = {}
+    for key, rows in split(columns):
+        entries = [
+            _Entry(str(reason), int(count), int(demanded), int(checked))
+            for reason, count, demanded, checked in zip(
+                rows["reason"], rows["rows"], rows["demanded"], rows["checked"], strict=True
+            )
+            if count
+        ]
+        if entries:
+            ledgers[key] = _ledger(entries)
+    return ledgers
+
+
+def _ledger(entries: Iterable[_Entry]) -> Coverage:
+    entries = list(entries)
+    unverified: dict[str, int | None] = dict.fromkeys(REASONS, 0)
+    rows = dict.fromkeys(REASONS, 0)
+    for entry in entries:
+        if entry.reason != "verified":
+            unverified[entry.reason] = entry.demanded - entry.checked
+            rows[entry.reason] = entry.rows
+    demanded = sum(entry.demanded for entry in entries)
+    return Coverage(demanded, sum(entry.checked for entry in entries), _with_unknowns(unverified, 0), rows)
+
+
+def total(ledgers: Iterable[Coverage], lost_rows: int) -> Coverage:
+    """The sum of ledgers, and the rows that were lost beside them."""
+    ledgers = list(ledgers)
+    unverified: dict[str, int | None] = {
+        name: sum(one.unverified_by_reason[name] or 0 for one in ledgers) for name in REASONS
+    }
+    return Coverage(
+        sum(one.demanded for one in ledgers),
+        sum(one.verified for one in ledgers),
+        _with_unknowns(unverified, lost_rows),
+        {name: sum(one.rows_by_reason[name] for one in ledgers) for name in REASONS},
+        lost_rows,
+    )
+
+
+def _with_unknowns(unverified: dict[str, int | None], lost_rows: int) -> dict[str, int | None]:
+    return {**unverified, "slot_0": None, "lost_rows": None if lost_rows else 0}
