@@ -22,23 +22,31 @@ if TYPE_CHECKING:
 class FoldArgs(NamedTuple):
     """The sources of one context, flattened to kernel arguments.
 
-    `args` holds (address, rows' stride in words, page size in slots, token stride in words, words to read) of each
-    source, padded to `MAX_REAL_KV_SOURCES`; `chunk` is the words of a slot that load together, a divisor of every
-    source's words; `num_slots` is how many slots every source has bytes for.
+    `sizes` holds (rows' stride in words, page size in slots, token stride in words, words to read) of each source, and
+    `addresses` where each begins, padded to `MAX_REAL_KV_SOURCES`; `chunk` is the words of a slot that load together, a
+    divisor of every source's words; `num_slots` is how many slots every source has bytes for.
     """
 
     num_sources: int
     paged: bool
     chunk: int
     num_slots: int
-    args: tuple[int, ...]
+    sizes: tuple[int, ...]
+    addresses: tuple[int, ...]
 
 
 MAX_CHUNK_WORDS: Final = 16
 """One line of 128 bytes."""
 
-_NO_SOURCE = (0, 0, 1, 0, 0)
-_NO_SOURCES = FoldArgs(0, False, 2, 2**62, _NO_SOURCE * MAX_REAL_KV_SOURCES)
+_NO_SOURCE: Final = (0, 1, 0, 0)
+_NO_SOURCES: Final = FoldArgs(0, False, 2, 2**62, _NO_SOURCE * MAX_REAL_KV_SOURCES, (0,) * MAX_REAL_KV_SOURCES)
+
+SOURCE_SIZES: Final = [
+    f"{name}_{source}"
+    for source in range(MAX_REAL_KV_SOURCES)
+    for name in ("row_words", "page_size", "token_words", "num_words")
+]
+"""Names of the kernels' parameters for `FoldArgs.sizes`."""
 
 
 def fold_args(context: VerifyOrWriteContext) -> FoldArgs:
@@ -47,7 +55,8 @@ def fold_args(context: VerifyOrWriteContext) -> FoldArgs:
     mode = context.real_kv_hash_mode
     if not sources or mode == RealKvHashMode.NONE:
         return _NO_SOURCES
-    args: list[int] = []
+    sizes: list[int] = []
+    addresses: list[int] = []
     paged = False
     chunk = MAX_CHUNK_WORDS
     num_slots = 2**62
@@ -58,15 +67,17 @@ def fold_args(context: VerifyOrWriteContext) -> FoldArgs:
         num_slots = min(num_slots, tensor.shape[0] * page_size)
         read_bytes = PARTIAL_READ_BYTES if mode == RealKvHashMode.PARTIAL else source.read_bytes
         chunk = gcd(chunk, read_bytes // WORD_BYTES)
-        args += (
-            tensor.data_ptr(),
+        addresses.append(tensor.data_ptr())
+        sizes += (
             tensor.stride(0) * tensor.element_size() // WORD_BYTES,
             page_size,
             source.num_bytes_per_token // WORD_BYTES,
             read_bytes // WORD_BYTES,
         )
-    args += _NO_SOURCE * (MAX_REAL_KV_SOURCES - len(sources))
-    return FoldArgs(len(sources), paged, chunk, num_slots, tuple(args))
+    missing = MAX_REAL_KV_SOURCES - len(sources)
+    return FoldArgs(
+        len(sources), paged, chunk, num_slots, (*sizes, *_NO_SOURCE * missing), (*addresses, *(0,) * missing)
+    )
 
 
 @triton.jit
@@ -144,26 +155,26 @@ def _fold_source(
 def fold_sources(
     slot,
     live,
-    address_0,
     row_words_0,
     page_size_0,
     token_words_0,
     num_words_0,
-    address_1,
     row_words_1,
     page_size_1,
     token_words_1,
     num_words_1,
-    address_2,
     row_words_2,
     page_size_2,
     token_words_2,
     num_words_2,
-    address_3,
     row_words_3,
     page_size_3,
     token_words_3,
     num_words_3,
+    address_0,
+    address_1,
+    address_2,
+    address_3,
     NUM_SOURCES: tl.constexpr,
     PAGED: tl.constexpr,
     CHUNK: tl.constexpr,

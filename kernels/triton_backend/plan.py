@@ -6,7 +6,7 @@ batch for itself (a few kilobytes from L2), which costs less than a second launc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import triton
@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ..layout import DUMMY_SLOT, PADDING_REQ_POOL_IDX
 from .device import INTERPRETED, num_multiprocessors, skipped_entries
+from .launch import launch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,10 +24,13 @@ _DUMMY_SLOT: tl.constexpr = tl.constexpr(DUMMY_SLOT)
 _MAX_LEN: tl.constexpr = tl.constexpr(2**48)
 """Lengths are clamped here before they are summed, so that 4096 absurd ones overflow the plan and never wrap int64."""
 
+_MIN_BLOCK: Final = 16
 _PAST_ANY_ENTRY: tl.constexpr = tl.constexpr(2**62)
 
-_ENTRIES_PER_PROGRAM: Final = 16 if INTERPRETED else 512
-_PROGRAMS_PER_SM: Final = 8
+_ENTRIES_PER_PROGRAM: Final = 16 if INTERPRETED else 1024
+_PROGRAMS_PER_SM: Final = 4
+_REGISTER_MAX_REQS: Final = 4096
+"""Up to here every program holds the scan of the whole batch in registers; past it, it searches the stored one."""
 
 
 @triton.jit
@@ -207,10 +211,11 @@ def _plan_kernel(
     HAS_MAP: tl.constexpr,
     HAS_POOL: tl.constexpr,
     BLOCK_REQS: tl.constexpr,
+    SEARCH: tl.constexpr,
     SEARCH_LEVELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Plan a batch. Grid: (1,) for offsets alone, else any number of programs; they stride over the entries."""
+    """Plan a batch. Grid: (1,) for offsets alone, any number for entries alone, at least 2 fused."""
     program = tl.program_id(0)
     if OFFSETS:
         req = tl.arange(0, BLOCK_REQS)
@@ -221,7 +226,7 @@ def _plan_kernel(
         num_entries = tl.where(active, prefix_len - _window_start(prefix_len, window), 0)
         num_entries = tl.minimum(tl.maximum(num_entries, 0), _MAX_LEN)
         ends = tl.cumsum(num_entries, axis=0)
-        # Every program stores the same words: each then reads what it stored itself.
+        # Every program stores the same words, so that each can read what it stored itself.
         tl.store(offsets_ptr, tl.zeros([], tl.int64))
         tl.store(offsets_ptr + 1 + req, ends, mask=in_batch)
         demand = tl.sum(num_entries, axis=0)
@@ -271,22 +276,29 @@ def _plan_kernel(
                 cursor = tl.load(cursor_ptr) % demand
                 cursor = tl.where(cursor < 0, cursor + demand, cursor)
         num_skipped = tl.zeros([], tl.int32)
-        first = program.to(tl.int64) * BLOCK
-        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        # Fused, the first program has the write plan to store and takes no entries.
+        rank = program - 1 if OFFSETS else program
+        num_ranks = tl.num_programs(0) - 1 if OFFSETS else tl.num_programs(0)
+        first = tl.where(rank < 0, num_stored, rank.to(tl.int64) * BLOCK)
+        step = num_ranks.to(tl.int64) * BLOCK
         for start in range(first, num_stored, step):
             place = start + tl.arange(0, BLOCK)
             live = place < num_stored
-            # Long prefixes fill whole blocks: then one request owns all of it, and nothing has to be searched.
-            owner = tl.sum((ends <= start).to(tl.int32), axis=0)
-            is_whole = start + BLOCK <= num_stored
-            if not ROTATE:
-                is_whole = is_whole & (tl.sum((ends < start + BLOCK).to(tl.int32), axis=0) == owner)
-            if is_whole and not ROTATE:
+            is_whole = False
+            owner = tl.zeros([], tl.int32)
+            if not SEARCH:
+                # Requests that end up to the block's start, and before its end, counted in one reduction.
+                ended = (ends <= start).to(tl.int32) + ((ends < start + BLOCK).to(tl.int32) << 16)
+                num_ended = tl.sum(ended, axis=0)
+                owner = num_ended & 0xFFFF
+                is_whole = (start + BLOCK <= num_stored) & (owner == num_ended >> 16)
+            if is_whole:
+                # Long prefixes fill whole blocks: one request owns all of it, and nothing has to be searched.
                 one_prefix = tl.load(prefix_lens_ptr + owner)
                 one_pool_len = tl.zeros([], tl.int64)
                 if HAS_POOL:
                     one_pool_len = tl.load(pool_lens_ptr + owner)
-                one_begin = tl.load(offsets_ptr + owner)
+                one_begin = tl.max(tl.where(ends <= start, ends, 0), axis=0)
                 num_skipped += _gather_entries(
                     place,
                     _window_start(one_prefix, window) - one_begin + place,
@@ -318,13 +330,19 @@ def _plan_kernel(
                 if ROTATE:
                     entry = place + cursor
                     entry = tl.where(entry >= demand, entry - demand, entry)
-                # The owner is the last request that starts at or before the entry.
-                owners = tl.zeros([BLOCK], tl.int32)
-                for level in tl.static_range(SEARCH_LEVELS):
-                    later = owners + (BLOCK_REQS >> (level + 1))
-                    reached = live & (later < num_reqs)
-                    begins = tl.load(offsets_ptr + later, mask=reached, other=0)
-                    owners = tl.where(reached & (begins <= entry), later, owners)
+                if SEARCH:
+                    # The owner is the last request that starts at or before the entry.
+                    owners = tl.zeros([BLOCK], tl.int32)
+                    for level in tl.static_range(SEARCH_LEVELS):
+                        later = owners + (BLOCK_REQS >> (level + 1))
+                        reached = live & (later < num_reqs)
+                        begins = tl.load(offsets_ptr + later, mask=reached, other=0)
+                        owners = tl.where(reached & (begins <= entry), later, owners)
+                else:
+                    # Count the requests that end at each entry and sum up, instead of searching entry by entry.
+                    ends_here = (req < num_reqs) & (ends > start) & (ends < start + BLOCK)
+                    counts = tl.histogram((ends - start).to(tl.int32), BLOCK, mask=ends_here)
+                    owners = owner + tl.cumsum(counts, axis=0)
                 prefixes = tl.load(prefix_lens_ptr + owners, mask=live, other=0)
                 pool_lens = tl.zeros([BLOCK], tl.int64)
                 if HAS_POOL:
@@ -378,14 +396,14 @@ def _block_reqs(num_reqs: int) -> int:
 
 
 def _warps(block_reqs: int) -> int:
-    return 8 if block_reqs > 1024 else 4
+    return 4 if block_reqs < 512 else 8 if block_reqs <= _REGISTER_MAX_REQS else 32
 
 
 def _num_programs(num_reqs: int, row_width: int, window: int, capacity: int, device: torch.device) -> int:
     """Programs for the most entries that this shape can store: the true number is known on the device alone."""
     most = num_reqs * min(row_width, window) if window > 0 else num_reqs * row_width
     blocks = triton.cdiv(min(most, capacity), _ENTRIES_PER_PROGRAM)
-    return max(1, min(blocks, _PROGRAMS_PER_SM * num_multiprocessors(device)))
+    return max(1, min(blocks, _PROGRAMS_PER_SM * num_multiprocessors(device) - 1))
 
 
 def plan_offsets(
@@ -410,50 +428,50 @@ def plan_offsets(
     `out_write_offsets` is written in full, its tail zeroed. No allocation, no readback.
     """
     num_reqs = req_pool_indices.shape[0]
-    has_map = full_to_swa_index_mapping is not None
+    mapping = full_to_swa_index_mapping
     unused = req_pool_indices
     block_reqs = _block_reqs(num_reqs)
-    _plan_kernel[(1,)](
-        req_pool_indices,
-        prefix_lens,
-        extend_seq_lens,
-        req_to_token,
-        full_to_swa_index_mapping if has_map else unused,
-        unused,
-        unused,
-        unused,
-        out_verify_offsets_scratch,
-        out_write_offsets,
-        out_write_seed_slot_indices,
-        out_verify_num_valid,
-        out_verify_enable,
-        out_write_num_valid_reqs,
-        unused,
-        unused,
-        unused,
-        unused,
-        skipped_entries(req_pool_indices.device),
-        num_reqs,
-        req_to_token.shape[0],
-        req_to_token.shape[1],
-        req_to_token.stride(0),
-        full_to_swa_index_mapping.shape[0] if has_map else 0,
-        0,
-        0,
-        0,
-        0,
-        swa_window_size,
-        verify_capacity,
-        out_write_offsets.shape[0],
-        OFFSETS=True,
-        ENTRIES=False,
-        ROTATE=overflow_rotate,
-        HAS_MAP=has_map,
-        HAS_POOL=False,
-        BLOCK_REQS=block_reqs,
-        SEARCH_LEVELS=0,
-        BLOCK=16,
-        num_warps=_warps(block_reqs),
+    launch(
+        _plan_kernel,
+        1,
+        (
+            req_pool_indices,
+            prefix_lens,
+            extend_seq_lens,
+            req_to_token,
+            unused if mapping is None else mapping,
+            unused,
+            unused,
+            unused,
+            out_verify_offsets_scratch,
+            out_write_offsets,
+            out_write_seed_slot_indices,
+            out_verify_num_valid,
+            out_verify_enable,
+            out_write_num_valid_reqs,
+            unused,
+            unused,
+            unused,
+            unused,
+            skipped_entries(req_pool_indices.device),
+        ),
+        (
+            num_reqs,
+            req_to_token.shape[0],
+            req_to_token.shape[1],
+            req_to_token.stride(0),
+            0 if mapping is None else mapping.shape[0],
+            0,
+            0,
+            0,
+            0,
+            swa_window_size,
+            verify_capacity,
+            out_write_offsets.shape[0],
+        ),
+        (),
+        (True, False, overflow_rotate, mapping is not None, False, block_reqs, False, 0, _MIN_BLOCK),
+        _warps(block_reqs),
     )
 
 
@@ -481,36 +499,31 @@ def plan_entries(
     """
     num_reqs = req_pool_indices.shape[0]
     capacity = out_verify_slot_indices.shape[0]
-    device = req_pool_indices.device
-    if num_reqs > 0:
-        programs = _num_programs(num_reqs, req_to_token.shape[1], swa_window_size, capacity, device)
-        _plan_kernel[(programs,)](
-            **_entry_args(
-                req_pool_indices,
-                prefix_lens,
-                req_to_token,
-                full_to_swa_index_mapping,
-                verify_offsets_scratch,
-                verify_enable,
-                out_verify_slot_indices,
-                out_verify_expected_tokens,
-                out_verify_expected_positions,
-                out_verify_prev_slot_indices,
-                swa_window_size,
-                req_to_verify_expected_tokens,
-                req_to_verify_expected_tokens_valid_lens,
-                kv_token_id_vs_position_offset,
-                rotate_cursor,
-            ),
-            extend_lens_ptr=req_pool_indices,
-            write_offsets_ptr=req_pool_indices,
-            seeds_ptr=req_pool_indices,
-            num_valid_ptr=req_pool_indices,
-            num_valid_reqs_ptr=req_pool_indices,
-            write_offsets_len=0,
-            OFFSETS=False,
-            ROTATE=rotate_cursor is not None,
-        )
+    unused = req_pool_indices
+    _launch_entries(
+        _num_programs(num_reqs, req_to_token.shape[1], swa_window_size, capacity, req_pool_indices.device),
+        req_pool_indices,
+        prefix_lens,
+        unused,
+        req_to_token,
+        full_to_swa_index_mapping,
+        req_to_verify_expected_tokens,
+        req_to_verify_expected_tokens_valid_lens,
+        rotate_cursor,
+        verify_offsets_scratch,
+        (unused, unused, unused, verify_enable, unused),
+        (
+            out_verify_slot_indices,
+            out_verify_expected_tokens,
+            out_verify_expected_positions,
+            out_verify_prev_slot_indices,
+        ),
+        kv_token_id_vs_position_offset,
+        swa_window_size,
+        0,
+        False,
+        rotate_cursor is not None,
+    )
     _advance_cursor(rotate_cursor, verify_offsets_scratch, num_reqs, capacity)
 
 
@@ -542,97 +555,147 @@ def plan(
     num_reqs = req_pool_indices.shape[0]
     capacity = out_verify_slot_indices.shape[0]
     device = req_pool_indices.device
-    programs = _num_programs(num_reqs, req_to_token.shape[1], swa_window_size, capacity, device)
-    _plan_kernel[(programs,)](
-        **_entry_args(
-            req_pool_indices,
-            prefix_lens,
-            req_to_token,
-            full_to_swa_index_mapping,
-            verify_offsets_scratch,
+    if num_reqs > _REGISTER_MAX_REQS:
+        plan_offsets(
+            req_pool_indices=req_pool_indices,
+            prefix_lens=prefix_lens,
+            extend_seq_lens=extend_seq_lens,
+            req_to_token=req_to_token,
+            full_to_swa_index_mapping=full_to_swa_index_mapping,
+            out_verify_offsets_scratch=verify_offsets_scratch,
+            out_write_offsets=out_write_offsets,
+            out_write_seed_slot_indices=out_write_seed_slot_indices,
+            out_verify_num_valid=out_verify_num_valid,
+            out_verify_enable=out_verify_enable,
+            out_write_num_valid_reqs=out_write_num_valid_reqs,
+            swa_window_size=swa_window_size,
+            verify_capacity=capacity,
+            overflow_rotate=overflow_rotate,
+        )
+        plan_entries(
+            req_pool_indices=req_pool_indices,
+            prefix_lens=prefix_lens,
+            req_to_token=req_to_token,
+            full_to_swa_index_mapping=full_to_swa_index_mapping,
+            verify_offsets_scratch=verify_offsets_scratch,
+            verify_enable=out_verify_enable,
+            out_verify_slot_indices=out_verify_slot_indices,
+            out_verify_expected_tokens=out_verify_expected_tokens,
+            out_verify_expected_positions=out_verify_expected_positions,
+            out_verify_prev_slot_indices=out_verify_prev_slot_indices,
+            swa_window_size=swa_window_size,
+            req_to_verify_expected_tokens=req_to_verify_expected_tokens,
+            req_to_verify_expected_tokens_valid_lens=req_to_verify_expected_tokens_valid_lens,
+            kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,
+            rotate_cursor=rotate_cursor,
+        )
+        return
+    _launch_entries(
+        1 + _num_programs(num_reqs, req_to_token.shape[1], swa_window_size, capacity, device),
+        req_pool_indices,
+        prefix_lens,
+        extend_seq_lens,
+        req_to_token,
+        full_to_swa_index_mapping,
+        req_to_verify_expected_tokens,
+        req_to_verify_expected_tokens_valid_lens,
+        rotate_cursor,
+        verify_offsets_scratch,
+        (
+            out_write_offsets,
+            out_write_seed_slot_indices,
+            out_verify_num_valid,
             out_verify_enable,
+            out_write_num_valid_reqs,
+        ),
+        (
             out_verify_slot_indices,
             out_verify_expected_tokens,
             out_verify_expected_positions,
             out_verify_prev_slot_indices,
-            swa_window_size,
-            req_to_verify_expected_tokens,
-            req_to_verify_expected_tokens_valid_lens,
-            kv_token_id_vs_position_offset,
-            rotate_cursor,
         ),
-        extend_lens_ptr=extend_seq_lens,
-        write_offsets_ptr=out_write_offsets,
-        seeds_ptr=out_write_seed_slot_indices,
-        num_valid_ptr=out_verify_num_valid,
-        num_valid_reqs_ptr=out_write_num_valid_reqs,
-        write_offsets_len=out_write_offsets.shape[0],
-        OFFSETS=True,
-        ROTATE=overflow_rotate,
+        kv_token_id_vs_position_offset,
+        swa_window_size,
+        out_write_offsets.shape[0],
+        True,
+        overflow_rotate,
     )
     _advance_cursor(rotate_cursor, verify_offsets_scratch, num_reqs, capacity)
 
 
-def _entry_args(
+def _launch_entries(
+    num_programs: int,
     req_pool_indices: Tensor,
     prefix_lens: Tensor,
+    extend_lens: Tensor,
     req_to_token: Tensor,
     mapping: Tensor | None,
-    offsets: Tensor,
-    enable: Tensor,
-    slots: Tensor,
-    tokens: Tensor,
-    positions: Tensor,
-    prev_slots: Tensor,
-    window: int,
     pool: Tensor | None,
     pool_lens: Tensor | None,
-    token_offset: int,
     cursor: Tensor | None,
-) -> dict[str, Any]:
+    offsets: Tensor,
+    offset_outputs: tuple[Tensor, ...],
+    entry_outputs: tuple[Tensor, ...],
+    token_offset: int,
+    window: int,
+    write_offsets_len: int,
+    with_offsets: bool,
+    rotates: bool,
+) -> None:
     num_reqs = req_pool_indices.shape[0]
     block_reqs = _block_reqs(num_reqs)
     unused = req_pool_indices
-    return {
-        "req_pool_indices_ptr": req_pool_indices,
-        "prefix_lens_ptr": prefix_lens,
-        "req_to_token_ptr": req_to_token,
-        "map_ptr": unused if mapping is None else mapping,
-        "pool_ptr": unused if pool is None else pool,
-        "pool_lens_ptr": unused if pool_lens is None else pool_lens,
-        "cursor_ptr": unused if cursor is None else cursor,
-        "offsets_ptr": offsets,
-        "enable_ptr": enable,
-        "slots_ptr": slots,
-        "tokens_ptr": tokens,
-        "positions_ptr": positions,
-        "prev_slots_ptr": prev_slots,
-        "skipped_ptr": skipped_entries(req_pool_indices.device),
-        "num_reqs": num_reqs,
-        "num_rows": req_to_token.shape[0],
-        "row_width": req_to_token.shape[1],
-        "row_stride": req_to_token.stride(0),
-        "map_len": 0 if mapping is None else mapping.shape[0],
-        "pool_rows": 0 if pool is None else pool.shape[0],
-        "pool_width": 0 if pool is None else pool.shape[1],
-        "pool_stride": 0 if pool is None else pool.stride(0),
-        "token_offset": token_offset,
-        "window": window,
-        "capacity": slots.shape[0],
-        "ENTRIES": True,
-        "HAS_MAP": mapping is not None,
-        "HAS_POOL": pool is not None,
-        "BLOCK_REQS": block_reqs,
-        "SEARCH_LEVELS": block_reqs.bit_length() - 1,
-        "BLOCK": _ENTRIES_PER_PROGRAM,
-        "num_warps": _warps(block_reqs),
-    }
+    launch(
+        _plan_kernel,
+        num_programs,
+        (
+            req_pool_indices,
+            prefix_lens,
+            extend_lens,
+            req_to_token,
+            unused if mapping is None else mapping,
+            unused if pool is None else pool,
+            unused if pool_lens is None else pool_lens,
+            unused if cursor is None else cursor,
+            offsets,
+            *offset_outputs,
+            *entry_outputs,
+            skipped_entries(req_pool_indices.device),
+        ),
+        (
+            num_reqs,
+            req_to_token.shape[0],
+            req_to_token.shape[1],
+            req_to_token.stride(0),
+            0 if mapping is None else mapping.shape[0],
+            0 if pool is None else pool.shape[0],
+            0 if pool is None else pool.shape[1],
+            0 if pool is None else pool.stride(0),
+            token_offset,
+            window,
+            entry_outputs[0].shape[0],
+            write_offsets_len,
+        ),
+        (),
+        (
+            with_offsets,
+            True,
+            rotates,
+            mapping is not None,
+            pool is not None,
+            block_reqs,
+            rotates or block_reqs > _REGISTER_MAX_REQS,
+            block_reqs.bit_length() - 1,
+            _ENTRIES_PER_PROGRAM,
+        ),
+        _warps(block_reqs),
+    )
 
 
 def _advance_cursor(cursor: Tensor | None, offsets: Tensor, num_reqs: int, capacity: int) -> None:
     # A launch of its own: every program of the plan reads the cursor, and none may move it under the others.
     if cursor is not None:
-        _advance_cursor_kernel[(1,)](cursor, offsets, num_reqs, capacity)
+        launch(_advance_cursor_kernel, 1, (cursor, offsets), (num_reqs, capacity), (), (), 1)
 
 
 def refuse_unsafe_plan(**_: object) -> None:

@@ -9,8 +9,9 @@ import triton.language as tl
 
 from ..layout import DUMMY_SLOT, WORD_BYTES, FailReason, SlotField
 from .device import INTERPRETED, num_multiprocessors, skipped_entries
-from .fold import fold_args, fold_sources
+from .fold import SOURCE_SIZES, fold_args, fold_sources
 from .hashing import HEAD_HASH, as_i64, as_u64, mix3
+from .launch import launch
 from .violations import append_violations
 
 if TYPE_CHECKING:
@@ -27,10 +28,9 @@ _BAD_REAL_KV: tl.constexpr = tl.constexpr(int(FailReason.VERIFY_REAL_KV_HASH_MIS
 _BAD_TOKEN: tl.constexpr = tl.constexpr(int(FailReason.VERIFY_TOKEN_MISMATCH))
 
 _SIZES: Final = ["slot_words", "num_records", "num_slots", "capacity", "ring_rows", "launch_tag"]
-_SOURCE_SIZES: Final = [f"{name}_{i}" for i in range(4) for name in ("page_size", "num_words")]
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *_SOURCE_SIZES])
+@triton.jit(do_not_specialize=[*_SIZES, *SOURCE_SIZES])
 def _verify_kernel(
     canary_ptr,  # [.., slot_words] int64 words of the canary buffer
     slots_ptr,  # [capacity] int64, and so the next three
@@ -50,26 +50,26 @@ def _verify_kernel(
     capacity,
     ring_rows,
     launch_tag,
-    address_0,
     row_words_0,
     page_size_0,
     token_words_0,
     num_words_0,
-    address_1,
     row_words_1,
     page_size_1,
     token_words_1,
     num_words_1,
-    address_2,
     row_words_2,
     page_size_2,
     token_words_2,
     num_words_2,
-    address_3,
     row_words_3,
     page_size_3,
     token_words_3,
     num_words_3,
+    address_0,
+    address_1,
+    address_2,
+    address_3,
     CHECK_TOKEN: tl.constexpr,
     NUM_SOURCES: tl.constexpr,
     PAGED: tl.constexpr,
@@ -101,26 +101,26 @@ def _verify_kernel(
             fold_sources(
                 slot,
                 checked,
-                address_0,
                 row_words_0,
                 page_size_0,
                 token_words_0,
                 num_words_0,
-                address_1,
                 row_words_1,
                 page_size_1,
                 token_words_1,
                 num_words_1,
-                address_2,
                 row_words_2,
                 page_size_2,
                 token_words_2,
                 num_words_2,
-                address_3,
                 row_words_3,
                 page_size_3,
                 token_words_3,
                 num_words_3,
+                address_0,
+                address_1,
+                address_2,
+                address_3,
                 NUM_SOURCES,
                 PAGED,
                 CHUNK,
@@ -185,34 +185,38 @@ def verify(*, context: VerifyOrWriteContext, plan: VerifyPlan, check_verify_expe
     An entry whose slot or predecessor lies outside the buffer or a source is left out and counted in `skipped_entries`.
     """
     canary_buf = context.canary_buf
+    num_records, slot_bytes = canary_buf.shape
     fold = fold_args(context)
     capacity = plan.verify_slot_indices.shape[0]
     block, num_warps, programs_per_sm = _block(fold.num_sources)
     programs = min(triton.cdiv(capacity, block), programs_per_sm * num_multiprocessors(canary_buf.device))
-    _verify_kernel[(max(programs, 1),)](
-        canary_buf,
-        plan.verify_slot_indices,
-        plan.verify_expected_tokens,
-        plan.verify_expected_positions,
-        plan.verify_prev_slot_indices,
-        plan.verify_num_valid,
-        plan.enable,
-        context.violation_ring,
-        context.violation_write_index,
-        context.slot_run_counter,
-        context.kernel_run_counter,
-        skipped_entries(canary_buf.device),
-        canary_buf.shape[1] // WORD_BYTES,
-        canary_buf.shape[0],
-        min(canary_buf.shape[0], fold.num_slots),
-        capacity,
-        context.violation_ring.shape[0],
-        int(context.kernel_kind),
-        *fold.args,
-        CHECK_TOKEN=check_verify_expected_token,
-        NUM_SOURCES=fold.num_sources,
-        PAGED=fold.paged,
-        CHUNK=fold.chunk,
-        BLOCK=block,
-        num_warps=num_warps,
+    launch(
+        _verify_kernel,
+        max(programs, 1),
+        (
+            canary_buf,
+            plan.verify_slot_indices,
+            plan.verify_expected_tokens,
+            plan.verify_expected_positions,
+            plan.verify_prev_slot_indices,
+            plan.verify_num_valid,
+            plan.enable,
+            context.violation_ring,
+            context.violation_write_index,
+            context.slot_run_counter,
+            context.kernel_run_counter,
+            skipped_entries(canary_buf.device),
+        ),
+        (
+            slot_bytes // WORD_BYTES,
+            num_records,
+            min(num_records, fold.num_slots),
+            capacity,
+            context.violation_ring.shape[0],
+            int(context.kernel_kind),
+            *fold.sizes,
+        ),
+        fold.addresses,
+        (check_verify_expected_token, fold.num_sources, fold.paged, fold.chunk, block),
+        num_warps,
     )

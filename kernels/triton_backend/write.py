@@ -14,8 +14,9 @@ import triton.language as tl
 
 from ..layout import FailReason, SlotField
 from .device import INTERPRETED, num_multiprocessors, skipped_entries
-from .fold import fold_args, fold_sources
+from .fold import SOURCE_SIZES, fold_args, fold_sources
 from .hashing import HEAD_HASH, advance, as_i64, as_u64, finished, mix3, unfinished
+from .launch import launch
 from .violations import append_violations
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ _SIZES: Final = [
     "launch_tag",
     "num_chain_programs",
 ]
-_SOURCE_SIZES: Final = [f"{name}_{i}" for i in range(4) for name in ("page_size", "num_words")]
 
 
 @triton.jit
@@ -296,7 +296,7 @@ def _walk_chains(
         tl.atomic_add(skipped_ptr, outside.to(tl.int64), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *_SOURCE_SIZES])
+@triton.jit(do_not_specialize=[*_SIZES, *SOURCE_SIZES])
 def _write_kernel(
     canary_ptr,  # [num_records, slot_bytes] uint8, inout
     offsets_ptr,  # [req_capacity + 1] int64
@@ -321,26 +321,26 @@ def _write_kernel(
     ring_rows,
     launch_tag,
     num_chain_programs,
-    address_0,
     row_words_0,
     page_size_0,
     token_words_0,
     num_words_0,
-    address_1,
     row_words_1,
     page_size_1,
     token_words_1,
     num_words_1,
-    address_2,
     row_words_2,
     page_size_2,
     token_words_2,
     num_words_2,
-    address_3,
     row_words_3,
     page_size_3,
     token_words_3,
     num_words_3,
+    address_0,
+    address_1,
+    address_2,
+    address_3,
     CHECK_INPUT: tl.constexpr,
     NUM_SOURCES: tl.constexpr,
     PAGED: tl.constexpr,
@@ -395,26 +395,26 @@ def _write_kernel(
             real_kv_hash = fold_sources(
                 slot,
                 stored,
-                address_0,
                 row_words_0,
                 page_size_0,
                 token_words_0,
                 num_words_0,
-                address_1,
                 row_words_1,
                 page_size_1,
                 token_words_1,
                 num_words_1,
-                address_2,
                 row_words_2,
                 page_size_2,
                 token_words_2,
                 num_words_2,
-                address_3,
                 row_words_3,
                 page_size_3,
                 token_words_3,
                 num_words_3,
+                address_0,
+                address_1,
+                address_2,
+                address_3,
                 NUM_SOURCES,
                 PAGED,
                 CHUNK,
@@ -424,7 +424,7 @@ def _write_kernel(
             tl.store(_record_ptr(words_ptr, slot, slot_bytes) + _REAL_KV_HASH, as_i64(real_kv_hash), mask=stored)
 
 
-_UNROLL: Final = 2 if INTERPRETED else 8
+_UNROLL: Final = 2 if INTERPRETED else 16
 _BLOCK_REQS: Final = 16 if INTERPRETED else 32
 _BLOCK: Final = 32
 _FOLD_PROGRAMS_PER_SM: Final = 16
@@ -447,6 +447,7 @@ def write(
     `skipped_entries`; a chain without its seed starts at the anchor.
     """
     canary_buf = context.canary_buf
+    num_records, slot_bytes = canary_buf.shape
     fold = fold_args(context)
     num_tokens = input_ids.shape[0]
     req_capacity = plan.write_seed_slot_indices.shape[0]
@@ -455,37 +456,46 @@ def write(
     if fold.num_sources:
         most = _FOLD_PROGRAMS_PER_SM * num_multiprocessors(canary_buf.device)
         fold_programs = min(triton.cdiv(num_tokens, _BLOCK), most)
-    _write_kernel[(chain_programs + fold_programs,)](
-        canary_buf,
-        plan.write_offsets,
-        plan.write_seed_slot_indices,
-        plan.write_num_valid_reqs,
-        input_ids,
-        positions,
-        out_cache_loc,
-        input_ids if expected_input_tokens is None else expected_input_tokens,
-        positions if expected_input_positions is None else expected_input_positions,
-        context.enable_chain_position_assert,
-        context.violation_ring,
-        context.violation_write_index,
-        context.slot_run_counter,
-        context.kernel_run_counter,
-        skipped_entries(canary_buf.device),
-        req_capacity,
-        num_tokens,
-        canary_buf.shape[1],
-        canary_buf.shape[0],
-        min(canary_buf.shape[0], fold.num_slots),
-        context.violation_ring.shape[0],
-        int(context.kernel_kind),
-        chain_programs,
-        *fold.args,
-        CHECK_INPUT=enable_write_input_assert,
-        NUM_SOURCES=fold.num_sources,
-        PAGED=fold.paged,
-        CHUNK=fold.chunk,
-        BLOCK_REQS=_BLOCK_REQS,
-        UNROLL=_UNROLL,
-        BLOCK=_BLOCK,
+    launch(
+        _write_kernel,
+        chain_programs + fold_programs,
+        (
+            canary_buf,
+            plan.write_offsets,
+            plan.write_seed_slot_indices,
+            plan.write_num_valid_reqs,
+            input_ids,
+            positions,
+            out_cache_loc,
+            input_ids if expected_input_tokens is None else expected_input_tokens,
+            positions if expected_input_positions is None else expected_input_positions,
+            context.enable_chain_position_assert,
+            context.violation_ring,
+            context.violation_write_index,
+            context.slot_run_counter,
+            context.kernel_run_counter,
+            skipped_entries(canary_buf.device),
+        ),
+        (
+            req_capacity,
+            num_tokens,
+            slot_bytes,
+            num_records,
+            min(num_records, fold.num_slots),
+            context.violation_ring.shape[0],
+            int(context.kernel_kind),
+            chain_programs,
+            *fold.sizes,
+        ),
+        fold.addresses,
+        (
+            enable_write_input_assert,
+            fold.num_sources,
+            fold.paged,
+            fold.chunk,
+            _BLOCK_REQS,
+            _UNROLL,
+            _BLOCK,
+        ),
         num_warps=1,
     )
