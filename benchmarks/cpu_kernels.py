@@ -143,6 +143,8 @@ def verify_work(name: str, num_reqs: int, length: int, mode: RealKvHashMode, ref
 def write_work(name: str, num_reqs: int, prefix_len: int, length: int, reference: Any, **bars: float) -> Work:
     inputs = batch(num_reqs, prefix_len, length)
     canary = context(RealKvHashMode.NONE)
+    if prefix_len:  # positions that go on from the seeds'
+        canary.canary_buf.view(torch.int64)[inputs["req_to_token"][1:, prefix_len - 1].long(), 1] = prefix_len - 1
     _, plan = plan_of(inputs, kernels.launch_canary_plan_kernels)
     arguments = {"context": canary, "plan": plan, **write_inputs(inputs)}
     if reference is not None:
@@ -156,13 +158,9 @@ def write_work(name: str, num_reqs: int, prefix_len: int, length: int, reference
 
 def plan_work(name: str, num_reqs: int, prefix_len: int, extend_len: int, reference: Any, **bars: float) -> Work:
     inputs = batch(num_reqs, prefix_len, extend_len)
-    ours, theirs = (
-        (plan_of(inputs, launch) for launch in (kernels.launch_canary_plan_kernels, reference) if launch)
-        if (reference)
-        else (plan_of(inputs, kernels.launch_canary_plan_kernels), None)
-    )
-    if theirs is not None:
-        for got, want in zip(ours, theirs, strict=True):
+    ours = plan_of(inputs, kernels.launch_canary_plan_kernels)
+    if reference is not None:
+        for got, want in zip(ours, plan_of(inputs, reference), strict=True):
             assert_same_words(got, want)
     outs = {"verify_plan_out": ours[0], "write_plan_out": ours[1]}
     theirs_call = None if reference is None else lambda: reference(**outs, **inputs)

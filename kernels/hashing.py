@@ -1,8 +1,8 @@
 """The canary's hash, once for all that calculates on the host or through torch.
 
-Hashing is on unsigned 64-bit values, with logical shifts and multiplication modulo 2**64. Three kinds of number come
-by: Python integers (kept below 2**64 by hand), numpy's uint64 (which wraps and shifts as wanted) and torch's int64 (which
-wraps as wanted, but whose right shift copies the sign).
+Hashing is on unsigned 64-bit values, with logical shifts and multiplication modulo 2**64. Three kinds of number carry
+them: Python integers (kept below 2**64 by hand), numpy's uint64 (which wraps and shifts as wanted) and torch's int64
+(which wraps as wanted, but whose right shift copies the sign).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from ..layout import PARTIAL_READ_BYTES, REAL_KV_ALIGN_BYTES, RealKvHashMode
 from .host_arrays import CHUNK, I64, U64, array, scratch
 from .refusals import source_refusal
 
-_FOLD_CACHE_BYTES = 1 << 18
+_FOLD_CACHE_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class Fingerprints:
         sources: Sequence[RealKvSource] = context.real_kv_sources if mode != RealKvHashMode.NONE else ()
         self._sources = [_Source.of(source, mode) for source in sources]
         self.active = bool(self._sources)
-        pairs = max((source.read_pairs for source in self._sources), default=1)
-        self.chunk = max(256, min(CHUNK, _FOLD_CACHE_BYTES // (pairs * REAL_KV_ALIGN_BYTES) * 16))
+        read_bytes = max((source.read_pairs for source in self._sources), default=1) * REAL_KV_ALIGN_BYTES
+        self.chunk = max(256, min(CHUNK, _FOLD_CACHE_BYTES // read_bytes))
         """Slots to fold at a time, so that the bytes of a chunk stay cached while its words are walked."""
 
     def check(self, max_slot: int) -> None:

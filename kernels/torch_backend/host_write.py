@@ -120,7 +120,9 @@ class _Writer:
             keys = np.concatenate([keys for keys, _ in found])  # in the order that a serial walk reports them
             self.rows.append(np.concatenate([rows for _, rows in found])[np.argsort(keys, kind="stable")])
 
-    def _rows(self, tokens: _Tokens, hashes: U64, failed: I64, want_ids: I64, want_positions: I64, reasons: I64 | int) -> I64:
+    def _rows(
+        self, tokens: _Tokens, hashes: U64, failed: I64, want_ids: I64, want_positions: I64, reasons: I64 | int
+    ) -> I64:
         rows = np.empty((len(failed), VIOLATION_WORDS), dtype=np.int64)
         rows[:, ViolationField.LAUNCH_TAG] = self._tag
         rows[:, ViolationField.SLOT] = tokens.slots[failed]

@@ -105,8 +105,8 @@ def test_more_rows_than_one_launch_takes() -> None:
     num_reqs = 4500
     inputs = big_batch(num_reqs)
     plan = kernels.VerifyPlan.allocate(verify_capacity=3 * num_reqs, device=CPU)
+    whole = kernels.WritePlan.allocate(write_req_capacity=num_reqs, device=CPU)
     with pytest.raises(ValueError, match="at most bs=4096 reqs per launch, got bs=4500"):
-        whole = kernels.WritePlan.allocate(write_req_capacity=num_reqs, device=CPU)
         kernels.launch_canary_plan_kernels(verify_plan_out=plan, write_plan_out=whole, **inputs)
     write_plans = kernels.plan_chunks(verify_plan_out=plan, write_req_capacity=4096, **inputs)
     active = int((inputs["req_pool_indices"] != 0).sum())
