@@ -67,17 +67,34 @@ def typed(column: Column, values: _Ints) -> pa.Array:
     """int64 words as the column's Arrow type; NOT_MEASURED and unknown names are null."""
     missing: Flags = values == NOT_MEASURED
     if column.names is not None:
-        return _named(lower_names(column.names), values)
+        return _named(lower_names(column.names), values, key=column.key)
     if pa.types.is_boolean(column.type):
         return pa.array(values != 0, mask=missing)
     mask = missing if missing.any() else None
     return pa.array(np.ascontiguousarray(values), type=column.type, mask=mask)
 
 
-def _named(names: Sequence[str], values: _Ints) -> pa.Array:
+def _named(names: Sequence[str], values: _Ints, *, key: bool = False) -> pa.Array:
     known = (values >= 0) & (values < len(names))
+    if key:  # never null, whatever the word is: one bad row must not spoil a part
+        return pa.array([*names, "unknown"], pa.string()).take(pa.array(np.where(known, values, len(names))))
     index = pa.array(np.where(known, values, 0), mask=~known)
     return pa.array(names, pa.string()).take(index)
+
+
+def _duration(column: Column, rows: Joined) -> pa.Array:
+    """Durations keep 8 significant bits: what is below is the clock's noise, and would be half of a file."""
+    assert column.word is not None
+    values = (rows.host if isinstance(column.word, HostWord) else rows.device)[:, column.word]
+    _, exponent = np.frexp(np.maximum(values, 1).astype(np.float64))
+    unit = np.int64(1) << np.maximum(exponent.astype(np.int64) - _DURATION_BITS, 0)
+    return typed(column, np.where(values > 0, (values + (unit >> 1)) // unit * unit, values))
+
+
+DURATIONS: Final = ("plan_ns", "verify_ns", "write_ns", "host_ns")
+"""Measured columns, rounded when they are written."""
+
+_DURATION_BITS: Final = 8
 
 
 def _time(rows: Joined, _: Sequence[str]) -> pa.Array:
@@ -119,6 +136,7 @@ def _hex_id(words: Sequence[HostWord], rows: Joined) -> pa.Array:
 
 
 _SPECIAL: Final[dict[str, Callable[[Joined, Sequence[str]], pa.Array]]] = {
+    **{name: lambda rows, _, column=STEPS[name]: _duration(column, rows) for name in DURATIONS},
     "time": _time,
     "plan_block_limit": _plan_block_limit,
     "error": _error,

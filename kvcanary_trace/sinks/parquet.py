@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,13 +18,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvcanary_trace import runfile
+from kvcanary_trace.columns import DURATIONS
 from kvcanary_trace.errors import DatasetError, RunExistsError
 from kvcanary_trace.runfile import Run
 from kvcanary_trace.schema import TABLES, Table
 
 from .live import LIVE_DIR, Encoder, TailFile, decode, live_path, part_path
 
-__all__ = ["DEFAULT_PART_ROWS", "DEFAULT_PART_SECONDS", "ParquetSink", "write_part"]
+__all__ = ["DEFAULT_PART_ROWS", "DEFAULT_PART_SECONDS", "ParquetSink", "PartWriter", "write_part"]
 
 DEFAULT_PART_ROWS: Final = 200_000
 DEFAULT_PART_SECONDS: Final = 60.0
@@ -32,22 +33,27 @@ DEFAULT_PART_SECONDS: Final = 60.0
 _ROW_GROUP_ROWS: Final = 65_536
 
 
-def _is_delta(column_type: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(column_type) or pa.types.is_timestamp(column_type))
+_STATISTICS: Final = ("step", "time")
+"""Columns that readers prune by. Statistics of all would be a tenth of a small part."""
 
 
 class PartWriter:
-    """Writes one sealed part: zstd, delta-packed integers, dictionary-packed names."""
+    """Writes one sealed part: zstd, delta-packed integers, dictionary-packed names.
 
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
+    Durations are plain: they are noise, of which differences have more bits than values.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema, metadata: Mapping[bytes, bytes]) -> None:
+        self._metadata = dict(metadata)
+        whole = [field.name for field in schema if _is_whole(field.type)]
         self._writer = pq.ParquetWriter(
             path,
             schema,
             compression="zstd",
             version="2.6",  # nanosecond timestamps
             use_dictionary=[field.name for field in schema if pa.types.is_string(field.type)],
-            column_encoding={field.name: "DELTA_BINARY_PACKED" for field in schema if _is_delta(field.type)},
-            write_statistics=[field.name for field in schema if _is_delta(field.type)],
+            column_encoding={name: "PLAIN" if name in DURATIONS else "DELTA_BINARY_PACKED" for name in whole},
+            write_statistics=[name for name in _STATISTICS if name in whole],
             data_page_size=1 << 20,
         )
 
@@ -57,15 +63,23 @@ class PartWriter:
 
     def close(self) -> None:
         """Write the footer."""
+        self._writer.add_key_value_metadata(self._metadata)
         self._writer.close()
 
 
-def write_part(batches: list[pa.RecordBatch], schema: pa.Schema, temporary: Path, path: Path) -> None:
+def _is_whole(column_type: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(column_type) or pa.types.is_timestamp(column_type))
+
+
+def write_part(
+    batches: Sequence[pa.RecordBatch], schema: pa.Schema, metadata: Mapping[bytes, bytes], temporary: Path, path: Path
+) -> None:
     """Seal batches into one part: write `temporary`, then rename it to `path`.
 
     Args:
         batches: Rows in order; at least one batch.
-        schema: Their schema, with the file's metadata.
+        schema: Their schema, as the file shows it.
+        metadata: What the file's key-value metadata has beside the schema's.
         temporary: A path in the same file system, outside the tables.
         path: Where the part appears, whole. Its folder is made.
 
@@ -75,7 +89,7 @@ def write_part(batches: list[pa.RecordBatch], schema: pa.Schema, temporary: Path
     """
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
-        writer = PartWriter(temporary, schema)
+        writer = PartWriter(temporary, schema, metadata)
         try:
             for begin, end in _row_groups([batch.num_rows for batch in batches]):
                 writer.write(pa.Table.from_batches(batches[begin:end]).cast(schema))
@@ -117,12 +131,13 @@ def _sync(path: Path) -> None:
 class _Part:
     """The unsealed part of one table: its rows as encoded messages, and the tail that holds the same on disk."""
 
-    __slots__ = ("began_s", "encoder", "messages", "number", "rows", "schema", "table", "tail")
+    __slots__ = ("began_s", "encoder", "messages", "metadata", "number", "rows", "schema", "table", "tail")
 
     def __init__(self, table: Table, metadata: dict[bytes, bytes]) -> None:
         self.table = table
-        self.schema = table.arrow.with_metadata({**(table.arrow.metadata or {}), **metadata})
-        self.encoder = Encoder(self.schema)
+        self.schema = table.arrow
+        self.metadata = metadata
+        self.encoder = Encoder(self.schema.with_metadata({**(self.schema.metadata or {}), **metadata}))
         self.number = 0
         self.tail: TailFile | None = None
         self.messages: list[bytes] = []
@@ -247,7 +262,7 @@ class ParquetSink:
         path = part_path(self.directory, part.table.name, run.run, run.rank, part.number)
         name = f"{part.table.name}.run={run.run}.rank={run.rank}.{run.pid}-{part.number:05d}.parquet.tmp"
         batches = [decode(message, part.schema) for message in part.messages]
-        write_part(batches, part.schema, self.directory / LIVE_DIR / name, path)
+        write_part(batches, part.schema, part.metadata, self.directory / LIVE_DIR / name, path)
         part.messages.clear()
         part.rows = 0
         part.number += 1
