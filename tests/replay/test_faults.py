@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvcanary_trace.errors import SettingError
-from kvcanary_trace.kernels.layout import CanaryLaunchTag, FailReason, ViolationField
+from kvcanary_trace.kernels.layout import CanaryLaunchTag, FailReason, SlotField, ViolationField
 from kvcanary_trace.replay.canary import Canary
 from kvcanary_trace.replay.engine import Engine
 from kvcanary_trace.replay.faults import FAULT_REASONS, Fault, FaultInjector, Struck, parse_fault
@@ -78,12 +78,17 @@ def clean_replay(knobs: EngineKnobs, device: torch.device, mirrored: bool) -> No
     demanded, written = 0, 0
     engine = Engine(LOAD, knobs)
     canary = Canary(engine, device, mirrored=mirrored)
-    while (batch := engine.schedule()) is not None:
+    while (following := engine.schedule()) is not None:
+        batch = following
         canary.run(batch)
         demanded += batch.num_entries
         written += batch.num_tokens
         engine.complete(batch)
     assert canary.num_violations == 0
+    last = int(batch.out_cache_loc[-1])
+    field = SlotField.REAL_KV_HASH
+    assert canary.groups[0].tail.canary_buf.view(torch.int64)[last, field] != 0  # of bytes that the model wrote
+    assert canary.groups[0].head.canary_buf.view(torch.int64)[last, field] == 0
     for context in (canary.groups[0].head, canary.groups[0].tail):
         assert context.slot_run_counter.item() == demanded + written
         assert context.kernel_run_counter.item() == 2 * engine.stats.steps
@@ -124,9 +129,10 @@ def test_flipped_bytes_stay_until_rewritten_and_swaps_do_not() -> None:
     slot = int(struck[0].what.split()[-1])
     assert {row.slot for row in found} == {slot}
     assert len({row.step for row in found}) > 1
-    _, found, struck, _ = play(ROOMY, "slot-swap")
-    assert {row.step for row in found} == {struck[0].step}
-    assert {FailReason(3), FailReason(1)} == {row.reasons for row in found}
+    for mirrored in (False, True):
+        _, found, struck, _ = play(ROOMY, "slot-swap", mirrored=mirrored)
+        assert {row.step for row in found} == {struck[0].step}
+        assert {FailReason(3), FailReason(1)} == {row.reasons for row in found}
 
 
 def test_faults_wait_for_a_victim_or_are_reported_missed() -> None:
