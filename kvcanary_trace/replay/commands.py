@@ -188,7 +188,7 @@ def demo(
     from .synthetic import bursty_workload
 
     knobs = EngineKnobs(
-        max_running_requests=48, max_total_tokens=24_000, chunked_prefill_size=1024, write_req_capacity=24
+        max_running_requests=48, max_total_tokens=24_000, chunked_prefill_size=1024, write_req_capacity=22
     )
     load = bursty_workload(120, output_len=60, burst_every_s=4.0, quiet_rate_per_s=1.5)
     result = replay_workload(load, out, knobs=knobs, on_error="continue")
