@@ -214,7 +214,11 @@ def _reason(case: _Case, severity: Severity, lead: int) -> str:
     one, limit, expected = case.one, case.one.last_limit, case.forecast
     peak = f"at most {case.counted(one.peak_demand)} of {one.peak_limit:,} ({percent(one.peak_utilization)})"
     if one.breached is not None:
-        said = f"; announced {lead:,} step{'s' * (lead != 1)} before" if lead else ""
+        said = ""
+        if one.high is not None and one.high.first < one.breached.first:
+            said += f"; at or above {percent(WARNING_UTILIZATION)} from step {one.high.first:,} on"
+        if lead:
+            said += f", critical {lead:,} step{'s' * (lead != 1)} before"
         return f"{case.name}: demand exceeded the limit {_when(one.breached)}, {peak}: {_consequence(case)}{said}"
     if severity == "critical" and expected is not None:
         return f"{case.name}: {_coming(case, expected)}: {case.capacity.consequence}; so far {peak}"

@@ -11,9 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .sql import KEYS, Connection, Key, fetch, split
 
-__all__ = ["REASONS", "Coverage", "read_coverage"]
+__all__ = ["REASONS", "Coverage", "Retried", "read_coverage", "read_retried", "total"]
 
 REASONS: Final = {
     "overflow": "demand exceeded the verify capacity",
@@ -26,8 +29,8 @@ REASONS: Final = {
 
 _REASON: Final = """CASE
     WHEN verify_demand <= 0 THEN 'verified'
-    WHEN verify_demand > verify_capacity AND (NOT verify_enabled OR verify_checked IS NOT NULL) THEN 'overflow'
     WHEN error IS NOT NULL AND coalesce(verify_checked, 0) < verify_demand THEN 'error'
+    WHEN verify_demand > verify_capacity AND (NOT verify_enabled OR verify_checked IS NOT NULL) THEN 'overflow'
     WHEN NOT verify_enabled THEN 'disabled'
     WHEN verify_checked IS NULL THEN 'not_measured'
     WHEN verify_checked < verify_demand THEN 'not_launched'
@@ -73,13 +76,51 @@ class _Entry:
     demanded: int
     checked: int
 
+    def without(self, rows: int, entries: int) -> _Entry:
+        """An error's share less what was made good; other shares as they are."""
+        if self.reason != "error":
+            return self
+        return _Entry(self.reason, self.rows - rows, self.demanded - entries, self.checked)
 
-def read_coverage(connection: Connection, where: str) -> dict[Key, Coverage]:
-    """The ledger of each series.
+
+@dataclass(frozen=True, slots=True)
+class Retried:
+    """Rows of one series that ended in an error and were done again in the same step, in chunks for instance.
+
+    Attributes:
+        steps: [rows] int64.
+        demands: [rows] int64: entries that the second row demands again.
+    """
+
+    steps: NDArray[np.int64]
+    demands: NDArray[np.int64]
+
+
+def read_retried(connection: Connection, where: str) -> dict[Key, Retried]:
+    """Errors that a later forward of the same step made good: same runner, group and demand, and no error."""
+    errors = f"{where} {'AND' if where else 'WHERE'} error IS NOT NULL AND verify_demand > 0"
+    low, high = connection.execute(f"SELECT min(step), max(step) FROM steps {errors}").fetchall()[0]
+    if low is None:
+        return {}
+    columns = fetch(
+        connection,
+        f"SELECT {KEYS}, step, verify_demand FROM (SELECT * FROM steps {errors} AND coalesce(verify_checked, 0) = 0) "
+        f"SEMI JOIN (SELECT * FROM steps WHERE step BETWEEN {low} AND {high} AND error IS NULL) AS again "
+        f'USING (run, rank, runner, "group", step, verify_demand) ORDER BY {KEYS}, step',
+    )
+    return {
+        key: Retried(rows["step"].astype(np.int64), rows["verify_demand"].astype(np.int64))
+        for key, rows in split(columns)
+    }
+
+
+def read_coverage(connection: Connection, where: str, retried: Mapping[Key, Retried]) -> dict[Key, Coverage]:
+    """The ledger of each series. What was done again in the same step counts once.
 
     Args:
         connection: To the dataset.
         where: SQL condition on the rows, or nothing.
+        retried: Errors that were made good.
     """
     # Sums of int64 are 128 bits wide in DuckDB and doubles in numpy: exact up to 2^53 entries.
     columns = fetch(
@@ -98,6 +139,9 @@ def read_coverage(connection: Connection, where: str) -> dict[Key, Coverage]:
             )
             if count
         ]
+        again = retried.get(key)
+        if again is not None:
+            entries = [one.without(len(again.steps), int(again.demands.sum())) for one in entries]
         if entries:
             ledgers[key] = _ledger(entries)
     return ledgers

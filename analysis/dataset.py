@@ -290,10 +290,9 @@ def _sealed_parts(root: Path, table: Table) -> Iterator[Part]:
         if lacking:
             raise DatasetError(f"{path} is not a {table.name} file of kvcanary-trace: it has no column {lacking[0]!r}")
         for column in table.columns:
-            if column.name in columns and not _compatible(schema.field(column.name).type, column.type):
-                raise SchemaError(
-                    f"{path} has column {column.name!r} as {schema.field(column.name).type}, the record as {column.type}"
-                )
+            got = schema.field(column.name).type if column.name in columns else column.type
+            if not _compatible(got, column.type):
+                raise SchemaError(f"{path} has column {column.name!r} as {got}, the record as {column.type}")
         steps = _step_range(path, metadata) if metadata.num_rows and table is STEPS else None
         yield Part(path, match["run"], int(match["rank"]), metadata.num_rows, columns, steps)
 

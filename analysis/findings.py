@@ -1,5 +1,7 @@
-"""A finding: one thing that an operator would act on. Every measured capacity gives one, worst first; and so do lost rows,
-violations, errors, unverified steps, fallbacks to eager, missing ranks and limits that changed.
+"""A finding: one thing that an operator would act on.
+
+Every measured capacity gives one; and so do lost rows, violations, errors, unverified steps, fallbacks to eager,
+missing ranks and limits that changed.
 
 Computing returns values and shows nothing.
 """

@@ -33,7 +33,7 @@ _BREACH: Final = "#c0262d"
 _WARNING: Final = "#e8b13a"
 _INK: Final = "#23272e"
 _FAINT: Final = "#7b828c"
-_STYLE: Final[dict[str, Any]] = {
+_STYLE: Final[Any] = {
     "axes.edgecolor": "#c9ced6",
     "axes.labelcolor": _FAINT,
     "axes.spines.right": False,
@@ -76,7 +76,7 @@ def envelope(x: Floats, y: Floats, points: int = _POINTS) -> tuple[Floats, Float
 
 
 def draw_utilization(analysis: Analysis) -> Figure:
-    """Utilisation over steps for each measured capacity, with its limit, breaches, and the unverified entries below."""
+    """Utilisation over steps for each measured capacity, fullest first, with limit and breaches; unverified below."""
     import matplotlib
 
     measured = [
@@ -84,21 +84,31 @@ def draw_utilization(analysis: Analysis) -> Figure:
         for capacity in CAPACITIES
         if (found := [(series, one) for series, one in analysis.capacities() if one.capacity is capacity])
     ]
+    measured.sort(key=lambda panel: -_peak(panel[1]).peak_utilization)
+    heights_in = [_height_in(_peak(found).peak_utilization) for _, found in measured]
+    if analysis.coverage.demanded or not measured:
+        heights_in.append(0.8 if analysis.coverage.unverified else 0.3)
+    gap_in, top_in, bottom_in = 0.5, 1.0, 0.5
+    height_in = sum(heights_in) + gap_in * (len(heights_in) - 1) + top_in + bottom_in
     with matplotlib.rc_context(_STYLE):
         # A figure of its own, not pyplot's: no global state, no display, nothing to close.
         from matplotlib.figure import Figure
 
-        ledger = bool(analysis.coverage.demanded)
-        panels = len(measured) + ledger
-        height_in = 1.0 + 1.42 * max(panels, 1)
         figure = Figure(figsize=(11, height_in), dpi=130, facecolor="white")
-        axes = list(np.atleast_1d(figure.subplots(max(panels, 1), 1, sharex=True)))
-        figure.subplots_adjust(left=0.075, right=0.985, top=1 - 0.85 / height_in, bottom=0.5 / height_in, hspace=0.62)
+        grid: dict[str, Any] = {
+            "height_ratios": heights_in,
+            "left": 0.075,
+            "right": 0.98,
+            "top": 1 - top_in / height_in,
+            "bottom": bottom_in / height_in,
+            "hspace": gap_in / (sum(heights_in) / len(heights_in)),
+        }
+        axes = list(np.atleast_1d(figure.subplots(len(heights_in), 1, sharex=True, gridspec_kw=grid)))
         for axis, (capacity, found) in zip(axes, measured, strict=False):
             _capacity_panel(axis, capacity, found)
-        if ledger:
+        if analysis.coverage.demanded:
             _unverified_panel(axes[-1], analysis)
-        if not panels:
+        elif not measured:
             axes[0].text(0.5, 0.5, "no capacity was measured in this dataset", ha="center", va="center")
             axes[0].set_axis_off()
         first, last = analysis.steps
@@ -106,9 +116,16 @@ def draw_utilization(analysis: Analysis) -> Figure:
         axes[-1].xaxis.set_major_formatter(_thousands)
         axes[-1].set_xlim(first, max(last, first + 1))
         _headline(figure, analysis, height_in)
-        for axis in axes:
-            axis.title.set_in_layout(True)
     return figure
+
+
+def _peak(found: list[tuple[Series, CapacitySeries]]) -> CapacitySeries:
+    return max(found, key=lambda pair: pair[1].peak_utilization)[1]
+
+
+def _height_in(peak: float) -> float:
+    """Room for a panel: what is under pressure is worth looking at closely."""
+    return 1.5 if peak >= WARNING_UTILIZATION else 0.9 if peak >= 0.3 else 0.45
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -147,7 +164,7 @@ def _headline(figure: Figure, analysis: Analysis, height_in: float) -> None:
 
 def _capacity_panel(axis: Axes, capacity: Capacity, found: list[tuple[Series, CapacitySeries]]) -> None:
     """Demand over limit of one capacity, every series."""
-    peak_of = max(found, key=lambda pair: pair[1].peak_utilization)[1]
+    peak_of = _peak(found)
     top = 100 * max(1.0, peak_of.peak_utilization)
     labelled = 1 < len(found) <= _MAX_LABELS
     for number, (series, one) in enumerate(found):
@@ -162,30 +179,33 @@ def _capacity_panel(axis: Axes, capacity: Capacity, found: list[tuple[Series, Ca
     axis.axhspan(100 * WARNING_UTILIZATION, 100, color=_WARNING, alpha=0.13, linewidth=0, zorder=1)
     axis.axhline(100, color=_BREACH, linewidth=0.9, linestyle=(0, (5, 3)), zorder=2.5)
     axis.set_ylim(0, top * 1.12)
-    axis.set_ylabel("% of limit")
-    axis.set_yticks([0, 50, 100] if top <= 200 else [0, 100])
+    axis.set_ylabel("% of limit" if peak_of.peak_utilization >= 0.3 else "%")
+    axis.set_yticks([0, 50, 100] if top <= 200 and peak_of.peak_utilization >= 0.3 else [0, 100])
     axis.tick_params(length=2)
-    breached = any(one.breached is not None for _, one in found)
-    counted = (
-        f"peak {percent(peak_of.peak_utilization)}, {peak_of.peak_demand:,} of {peak_of.peak_limit:,} {capacity.unit}s"
-    )
-    counted = counted.replace("entrys", "entries")
-    color = _BREACH if breached else _INK
-    axis.set_title(f"{capacity.id}", loc="left", fontsize=10, fontweight="bold", color=color, pad=5)
-    axis.text(
-        0.0,
-        1.0,
-        f"{capacity.title}: {counted}",
-        transform=axis.transAxes,
+    plural = {"entry": "entries"}.get(capacity.unit, f"{capacity.unit}s")
+    counted = f"{peak_of.peak_demand:,} of {peak_of.peak_limit:,} {plural}"
+    said = f"{capacity.title}: peak {percent(peak_of.peak_utilization)}, {counted}"
+    _title(axis, capacity.id, said, _BREACH if any(one.breached is not None for _, one in found) else _INK)
+    if labelled:
+        axis.legend(
+            loc="lower right", bbox_to_anchor=(1, 1), ncols=_MAX_LABELS, frameon=False, fontsize=8, handlelength=1.2
+        )
+
+
+def _title(axis: Axes, name: str, said: str, color: str) -> None:
+    """What a panel is about, and beside it what it shows."""
+    title = axis.set_title(name, loc="left", fontsize=10, fontweight="bold", color=color, pad=5)
+    axis.annotate(
+        said,
+        xy=(1, 0),
+        xycoords=title,
+        xytext=(8, 0),
+        textcoords="offset points",
         fontsize=9,
         color=_FAINT,
         va="bottom",
-        ha="left",
+        annotation_clip=False,
     )
-    if labelled:
-        axis.legend(
-            loc="upper right", bbox_to_anchor=(1, 1.32), ncols=_MAX_LABELS, frameon=False, fontsize=8, handlelength=1.2
-        )
 
 
 def _unverified_panel(axis: Axes, analysis: Analysis) -> None:
@@ -193,15 +213,17 @@ def _unverified_panel(axis: Axes, analysis: Analysis) -> None:
     ledger = analysis.coverage
     steps = np.concatenate([series.first_steps for series in analysis.series])
     entries = np.concatenate([series.unverified for series in analysis.series])
-    x, where = np.unique(steps, return_inverse=True)
-    y = np.bincount(where, weights=entries)
-    x, y = envelope(x.astype(np.float64), y)
+    at, where = np.unique(steps, return_inverse=True)
+    x, y = envelope(at.astype(np.float64), np.bincount(where, weights=entries).astype(np.float64))
     axis.fill_between(x, y, step="mid", color=_BREACH, alpha=0.35, linewidth=0)
     axis.plot(x, y, drawstyle="steps-mid", color=_BREACH, linewidth=0.8)
     axis.set_ylim(0, max(1.0, float(y.max()) * 1.15))
-    axis.set_ylabel("entries")
-    axis.yaxis.set_major_formatter(_short)
-    axis.yaxis.set_major_locator(_ticks())
+    if ledger.unverified:
+        axis.set_ylabel("entries")
+        axis.yaxis.set_major_formatter(_short)
+        axis.yaxis.set_major_locator(_ticks())
+    else:
+        axis.set_yticks([])
     axis.tick_params(length=2)
     share = ledger.ratio
     if share is None:
@@ -210,8 +232,7 @@ def _unverified_panel(axis: Axes, analysis: Analysis) -> None:
         said = f"{ledger.unverified:,} of {ledger.demanded:,} demanded entries; coverage {percent(share)}"
     else:
         said = f"none: all {ledger.demanded:,} demanded entries were verified"
-    axis.set_title("unverified", loc="left", fontsize=10, fontweight="bold", pad=5)
-    axis.text(0.0, 1.0, said, transform=axis.transAxes, fontsize=9, color=_FAINT, va="bottom", ha="left")
+    _title(axis, "unverified", said, _BREACH if ledger.unverified else _INK)
 
 
 def _label(series: Series, one: CapacitySeries) -> str:
@@ -226,11 +247,11 @@ def _label(series: Series, one: CapacitySeries) -> str:
     return " ".join(parts)
 
 
-def _thousands(value: float, _position: int) -> str:
+def _thousands(value: float, _position: float) -> str:
     return f"{int(value):,}" if value == int(value) else ""
 
 
-def _short(value: float, _position: int) -> str:
+def _short(value: float, _position: float) -> str:
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:g} {suffix}"

@@ -1,7 +1,7 @@
 """The 99th percentile of utilisation: exact in small datasets, to a thousandth in large ones, in bounded memory.
 
-In a large dataset exact quantiles would hold every value in memory and a sketch takes seconds. A sample of a hundredth of
-the rows tells where the top few percent begin; only rows from there on go into histograms of thousandths, and if the
+In a large dataset exact quantiles would hold every value in memory and a sketch takes seconds. A sample of a hundredth
+of the rows tells where the top few percent begin; only rows from there on go into histograms of thousandths, and if the
 sample misled, all of them do.
 """
 

@@ -12,7 +12,7 @@ from kvcanary_trace.pressure.severity import Severity, rank
 from kvcanary_trace.schema import SCHEMA_VERSION
 
 from .capacity_findings import capacity_findings, changed_limits
-from .coverage import Coverage, read_coverage, total
+from .coverage import Coverage, read_coverage, read_retried, total
 from .dataset import Run, open_dataset
 from .findings import Finding, worst_first
 from .losses import Losses, read_losses
@@ -111,8 +111,12 @@ def analyze(path: Path | str, until: int | None = None) -> Analysis:
         raise DatasetError(f"{path} has no step up to {until}: it begins at step {low} and ends at {high}")
     where = "" if until is None else f"WHERE step <= {int(until)}"
     with dataset.connect() as connection:
-        series = read_series(connection, dataset, until)
-        coverage = read_coverage(connection, where)
+        retried = read_retried(connection, where)
+        series = [
+            one.made_good(retried[one.key].steps, retried[one.key].demands) if one.key in retried else one
+            for one in read_series(connection, dataset, until)
+        ]
+        coverage = read_coverage(connection, where, retried)
         losses = read_losses(dataset, series, until)
         runs = {(run.run, run.rank): run for run in dataset.runs}
         findings = [

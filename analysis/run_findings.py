@@ -1,4 +1,4 @@
-"""Findings about how a run went and how it was recorded: errors, violations, coverage, losses, ranks, graph fallbacks."""
+"""Findings about how a run went and how it was recorded: errors, violations, coverage, losses, ranks, fallbacks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _violations(connection: Connection, series: Sequence[Series], where: str) ->
         f"SELECT {KEYS}, min(step) AS first, max(step) AS last, sum(violations_new)::BIGINT AS new "
         f"FROM steps {condition} GROUP BY ALL ORDER BY {KEYS}",
     )
-    seen = {key: part for key, part in split(rows)}
+    seen = dict(split(rows))
     reasons = _reasons(connection, where)
     for one in series:
         if not one.violations:

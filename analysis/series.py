@@ -1,13 +1,13 @@
 """Utilisation over time, aggregated by DuckDB: for each series and capacity, maxima over buckets of steps.
 
-A series is what one ring saw of one plan: (run, rank, runner, group, kind). Up to 20 000 buckets a rank; where a run has
-fewer steps, a bucket is a step and nothing is lost. Memory does not grow with the number of rows.
+A series is what one ring saw of one plan: (run, rank, runner, group, kind). Up to 20 000 buckets a rank; where a run
+has fewer steps, a bucket is a step and nothing is lost. Memory does not grow with the number of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
@@ -105,6 +105,12 @@ class Series:
         """First and last step."""
         return int(self.first_steps[0]), int(self.last_steps[-1])
 
+    def made_good(self, steps: NDArray[np.int64], entries: NDArray[np.int64]) -> Series:
+        """The same without unverified entries that were verified in a second row of their step."""
+        unverified = self.unverified.copy()
+        np.subtract.at(unverified, np.searchsorted(self.first_steps, steps, side="right") - 1, entries)
+        return replace(self, unverified=np.maximum(unverified, 0))
+
 
 def read_series(connection: Connection, dataset: Dataset, until: int | None) -> list[Series]:
     """All series of a dataset, in order of their keys.
@@ -130,7 +136,8 @@ def read_series(connection: Connection, dataset: Dataset, until: int | None) -> 
         SELECT {KEYS}, (step - {low}) // {width} AS bucket, count(*) AS rows, min(step) AS first, max(step) AS last,
             min(epoch_ns(time)) AS first_ns, max(epoch_ns(time)) AS last_ns,
             count(seq) AS seqs, min(seq) AS seq_low, max(seq) AS seq_high,
-            count(graph_replay) AS graph_known, count(*) FILTER (graph_replay) AS graph_replayed, max(violations) AS violations,
+            count(graph_replay) AS graph_known, count(*) FILTER (graph_replay) AS graph_replayed,
+            max(violations) AS violations,
             sum(CASE WHEN verify_checked IS NULL AND verify_enabled THEN 0
                 ELSE greatest(verify_demand - coalesce(verify_checked, 0), 0) END)::BIGINT AS unverified,
             {per_capacity}
@@ -167,13 +174,14 @@ def load_before(connection: Connection, key: Key, capacity: Capacity, step: int)
     rows = fetch(
         connection,
         f'{_load_query()} WHERE run = ? AND rank = ? AND runner = ? AND "group" IS NOT DISTINCT FROM ? '
-        f"AND kind IS NOT DISTINCT FROM ? AND step > {step - _LOOK_BACK_STEPS} AND step < {step} ORDER BY step, forward",
+        f"AND kind IS NOT DISTINCT FROM ? AND step > {step - _LOOK_BACK_STEPS} AND step < {step} "
+        "ORDER BY step, forward",
         list(key),
     )
     return _load(rows, capacity)
 
 
-# --- pieces ---------------------------------------------------------------------------------------------------------------
+# --- pieces ----------------------------------------------------------------------------------------------------------
 
 
 def _varies(rows: Mapping[str, Any], capacity: Capacity) -> bool:

@@ -46,7 +46,7 @@ def fetch(connection: Connection, query: str, values: Sequence[Any] = ()) -> Col
 def _plain(column: Any) -> Any:
     if isinstance(column, np.ma.MaskedArray):
         if column.dtype.kind in "biuf":
-            return column.astype(np.float64).filled(np.nan) if np.ma.is_masked(column) else column.data
+            return np.ma.filled(column.astype(np.float64), np.nan) if np.ma.is_masked(column) else column.data
         return column.filled(None)
     return column
 
@@ -67,7 +67,7 @@ def split(columns: Columns) -> list[tuple[Key, Columns]]:
     for values in names:
         changes[1:] |= values[1:] != values[:-1]
     begins = np.flatnonzero(changes).tolist()
-    blocks = []
+    blocks: list[tuple[Key, Columns]] = []
     for begin, end in zip(begins, [*begins[1:], rows], strict=True):
         run, rank, runner, group, kind = (values[begin] for values in names)
         key = Key(str(run), int(rank), str(runner), _text(group), _text(kind))

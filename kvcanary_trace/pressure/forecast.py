@@ -3,7 +3,10 @@
 Two things announce a breach: running plus admissible queued work that cannot fit, and a slope that reaches the limit
 within the horizon. A slope is trusted no further ahead than `TRUST` times as long as it has been seen, only when it
 leads to a level that the series has not been at before (a sawtooth below the limit is not a ramp), and never past what
-the engine's own settings or its pool allow. Nothing here is calibrated: there are no probabilities and no intervals.
+the engine's own settings or its pool allow. Where the queue is known, running plus queued work has to rise too: a burst
+that is already here raises demand while its prompts are taken in, and then stops.
+
+Nothing here is calibrated: there are no probabilities and no intervals.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvcanary_trace.pressure.capacities import BY_ID
 from kvcanary_trace.pressure.severity import HORIZON_STEPS, WARNING_UTILIZATION
-from kvcanary_trace.pressure.work import Bounds, Committed, Load, committed, current_load
+from kvcanary_trace.pressure.work import Bounds, Committed, Load, committed, current_load, work_load
 
 __all__ = ["Bounds", "Forecast", "Load", "Trend", "announced_steps", "forecast", "trend"]
 
@@ -139,7 +142,12 @@ def forecast(capacity: str, load: Load, bounds: Bounds, *, earlier_peak: float =
         return result(None)
     steps, utilization = _per_step(load.step, current_load(capacity, load) / load.limit)
     found = trend(steps, utilization, earlier_peak)
-    return result("trend", found.steps_to_limit, found) if found is not None else result(None)
+    if found is None:
+        return result(None)
+    work_rises = work_load(capacity, load)
+    if work_rises is not None and trend(*_per_step(load.step, work_rises / load.limit)) is None:
+        return result(None)
+    return result("trend", found.steps_to_limit, found)
 
 
 def announced_steps(capacity: str, load: Load, bounds: Bounds, *, earlier_peak: float = 0.0, most: int = 512) -> int:

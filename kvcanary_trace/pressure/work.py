@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bounds", "Committed", "Load", "committed", "current_load"]
+__all__ = ["Bounds", "Committed", "Load", "committed", "current_load", "work_load"]
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -135,6 +135,20 @@ def current_load(capacity: str, load: Load) -> Floats:
     return alone if np.isfinite(alone).any() else load.demand
 
 
+def work_load(capacity: str, load: Load) -> Floats | None:
+    """[rows] running and all queued work of each row, or None where the queue is unknown.
+
+    Prefills turn queued work into running work, so this does not rise while a burst that is already here is taken in.
+    """
+    if capacity == "write_req" and np.isfinite(load.waiting_reqs).any():
+        return load.resident_reqs + load.waiting_reqs
+    if capacity in ("verify", "kv_pool") and np.isfinite(load.waiting_tokens).any():
+        if capacity == "kv_pool":
+            return load.kv_used + load.waiting_tokens
+        return (load.resident_tokens + load.waiting_tokens) * _entries_per_token(load)
+    return None
+
+
 def committed(capacity: str, load: Load, bounds: Bounds) -> Committed:
     """What the work of the last row will want of a capacity."""
     nan = float("nan")
@@ -146,7 +160,7 @@ def committed(capacity: str, load: Load, bounds: Bounds) -> Committed:
         running = last.resident_reqs
         return Committed(running, running + min(waiting, last.pool_reqs()), running + waiting)
     if capacity == "verify":
-        per_token = float(_entries_per_token(load))
+        per_token = _entries_per_token(load)
         running = per_token * last.resident_tokens
         waiting = last.admissible_tokens()
         most = waiting if last.sharing() >= SHARING_SEEN else min(waiting, last.pool_tokens())
@@ -213,11 +227,11 @@ class _Last:
         return self.waiting_tokens * self.admissible_reqs(self.waiting_reqs) / self.waiting_reqs
 
 
-def _entries_per_token(load: Load, rows: int = 64) -> np.float64:
+def _entries_per_token(load: Load, rows: int = 64) -> float:
     """Verify entries for each resident token, from the last rows that held the whole running batch; 1 if none did.
 
     Full attention verifies every token of a prefix; a window verifies fewer.
     """
     whole = (load.prefill != 1.0) & (load.resident_tokens > 0) & np.isfinite(load.demand)
     ratios = (load.demand[whole] / load.resident_tokens[whole])[-rows:]
-    return np.float64(ratios.max()) if len(ratios) else np.float64(1.0)
+    return float(ratios.max()) if len(ratios) else 1.0
