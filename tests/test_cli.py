@@ -62,15 +62,15 @@ def test_each_command_has_help(command: str, tmp_path: Path) -> None:
 
 def test_completion_offers_commands_and_options(tmp_path: Path) -> None:
     """Shell completion knows the lazily loaded commands and their options."""
-    for line, expected in (("kvcanary-trace ", "analyze"), ("kvcanary-trace analyze --", "--until")):
-        done = run(
-            cwd=tmp_path,
-            _KVCANARY_TRACE_COMPLETE="complete_bash",
-            _PYTHON__M_KVCANARY_TRACE_COMPLETE="complete_bash",
-            COMP_WORDS=line,
-            COMP_CWORD=str(len(line.split(" ")) - 1),
-        )
-        assert expected in done.stdout, done.stdout + done.stderr
+    script = Path(sys.executable).with_name("kvcanary-trace")
+    for words, expected in (("kvcanary-trace ", "analyze"), ("kvcanary-trace analyze --", "--until")):
+        asked = {
+            "_KVCANARY_TRACE_COMPLETE": "complete_bash",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(words.count(" ")),
+        }
+        done = subprocess.run([script], env={**os.environ, **asked}, cwd=tmp_path, capture_output=True, text=True)
+        assert expected in done.stdout.split(), done.stdout + done.stderr
 
 
 def test_replay_then_analyze(workload: Path, tmp_path: Path) -> None:
