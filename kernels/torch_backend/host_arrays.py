@@ -14,8 +14,8 @@ U64: TypeAlias = NDArray[np.uint64]
 Bools: TypeAlias = NDArray[np.bool_]
 
 CHUNK: Final = 32_768
-"""Entries worked on at a time: a dozen scratch arrays of this length stay in the cache, and numpy's cost per call (about
-1 µs) is spread over enough entries not to show. Half and double of it were slower by a tenth."""
+"""Entries worked on at a time: a dozen scratch arrays of this length stay in the cache, and numpy's cost per call
+(about 1 µs) is spread over enough entries not to show. Half and double of it were slower by a tenth."""
 
 
 def array(tensor: Tensor) -> NDArray[Any]:

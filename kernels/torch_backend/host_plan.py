@@ -8,7 +8,7 @@ from torch import Tensor
 from ..layout import PADDING_REQ_POOL_IDX
 from .host_arrays import I64, array
 from .host_entries import Entries, Table, Tokens
-from .refusals import offsets_refusal, prefix_refusal
+from .refusals import offsets_refusal
 
 
 def _starts(prefix_lens: I64, window: int) -> I64:
@@ -24,7 +24,6 @@ class _Offsets:
         req_pool_indices: Tensor,
         prefix_lens: Tensor,
         extend_seq_lens: Tensor,
-        table: Table,
         swa_window_size: int,
     ) -> None:
         self.rows: I64 = array(req_pool_indices)
@@ -32,9 +31,6 @@ class _Offsets:
         active = self.rows != PADDING_REQ_POOL_IDX
         prefixes = np.maximum(array(prefix_lens), 0) * active
         extends = np.maximum(array(extend_seq_lens), 0) * active
-        if self.num_reqs and int(prefixes.max()) > table.width:
-            req = int((prefixes > table.width).argmax())
-            raise prefix_refusal(req, int(prefixes[req]), table.width)
         self.starts = _starts(prefixes, swa_window_size)
         self.verify_offsets = _exclusive_sum(prefixes - self.starts)
         self.write_offsets = _exclusive_sum(extends)
@@ -125,7 +121,6 @@ def plan(
         req_pool_indices=req_pool_indices,
         prefix_lens=prefix_lens,
         extend_seq_lens=extend_seq_lens,
-        table=table,
         swa_window_size=swa_window_size,
     )
     tokens = _tokens(
@@ -183,7 +178,6 @@ def plan_offsets(
         req_pool_indices=req_pool_indices,
         prefix_lens=prefix_lens,
         extend_seq_lens=extend_seq_lens,
-        table=table,
         swa_window_size=swa_window_size,
     )
     Entries(table, offsets.rows, offsets.starts, offsets.verify_offsets, None).check()

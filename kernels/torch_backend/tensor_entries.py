@@ -49,11 +49,10 @@ def first_true(bad: Tensor) -> int | None:
 
 def check_entries(batch: Batch) -> int:
     """The demand, after refusing rows, prefixes, slots and tokens outside their tables."""
-    demand = int(batch.offsets[-1])
-    if demand == 0:
-        return 0
     counts = batch.offsets.diff()
     live, ends = counts > 0, batch.starts + counts
+    if not bool(live.any()):
+        return 0
     num_rows, width = batch.table.shape
     req = first_true(live & ((batch.rows < 0) | (batch.rows >= num_rows)))
     if req is not None:
@@ -71,6 +70,7 @@ def check_entries(batch: Batch) -> int:
         req = first_true(wanted & (hi > batch.pool.shape[1]))
         if req is not None:
             raise token_width_refusal(req, int(hi[req]), batch.pool.shape[1])
+    demand = int(batch.offsets[-1])
     if batch.mapping is not None:
         owner, positions = batch.entries(0, demand)
         rows = batch.rows[owner]

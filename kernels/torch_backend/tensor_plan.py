@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..layout import PADDING_REQ_POOL_IDX
-from .refusals import offsets_refusal, prefix_refusal
-from .tensor_entries import Batch, check_entries, first_true, store_entries
+from .refusals import offsets_refusal
+from .tensor_entries import Batch, check_entries, store_entries
 
 
 def _exclusive_sum(lengths: Tensor) -> Tensor:
@@ -30,10 +30,6 @@ def _scan(
 ) -> tuple[Batch, Tensor]:
     """The batch, and its prefixes with padding rows at 0."""
     prefixes = torch.where(req_pool_indices != PADDING_REQ_POOL_IDX, prefix_lens, 0).clamp(min=0)
-    width = req_to_token.shape[1]
-    req = first_true(prefixes > width)  # before the sum, which absurd lengths would wrap
-    if req is not None:
-        raise prefix_refusal(req, int(prefixes[req]), width)
     starts = _starts(prefixes, swa_window_size)
     offsets = _exclusive_sum(prefixes - starts)
     batch = Batch(

@@ -256,6 +256,10 @@ WRITE_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ids strided": ({"input_ids": strided(torch.arange(6))}, "input_ids must be contiguous"),
     "positions strided": ({"positions": strided(torch.arange(6))}, "positions must be contiguous"),
+    "positions before a short array": (
+        {"positions": strided(torch.arange(6)), "input_ids": torch.arange(5)},
+        "positions must be contiguous",
+    ),
     "slots strided": ({"out_cache_loc": strided(torch.arange(6))}, "out_cache_loc must be contiguous"),
     "ids type": ({"input_ids": torch.arange(6, dtype=torch.int32)}, "input_ids must have dtype torch.int64, got"),
     "positions short": ({"positions": torch.arange(5)}, "positions length must be 6, got 5"),

@@ -41,7 +41,14 @@ def plan_inputs(**changed: Any) -> dict[str, Any]:
 TOKENS = torch.zeros(3, 4, dtype=torch.int32)
 PLAN_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "prefix past its row": ({"prefix_lens": torch.tensor([4, 9, 7])}, r"prefix_lens\[2\] is 7, past the end of .* 6"),
-    "absurd prefixes": ({"prefix_lens": torch.full((3,), 2**62)}, r"prefix_lens\[0\] is 4611686018427387904"),
+    "absurd prefixes": (
+        {
+            "req_pool_indices": torch.tensor([1, 1, 2, 2]),
+            "prefix_lens": torch.full((4,), 2**62),  # sums to 2**64, which wraps to 0
+            "extend_seq_lens": torch.ones(4, dtype=torch.int64),
+        },
+        r"prefix_lens\[0\] is 4611686018427387904",
+    ),
     "row past the table": ({"req_pool_indices": torch.tensor([1, 0, 3])}, r"req_pool_indices\[2\] is 3, outside .* 3"),
     "negative row": ({"req_pool_indices": torch.tensor([-1, 0, 2])}, r"req_pool_indices\[0\] is -1"),
     "slot past the map": ({"full_to_swa_index_mapping": torch.arange(13)}, r"SWA slot 13 is outside .* length 13"),
@@ -197,10 +204,19 @@ def test_what_is_skipped_is_not_read() -> None:
     """The dummy slot's predecessor, and the seed of a request whose tokens are all left out, may be anything."""
     canary = context(real_kv_sources=(source(3),))
     verify(canary, (0, 99))
+    verify(canary, (0, 99), (0, 2**62))
     write(canary, [-1, -2], seed=99)
-    assert canary.kernel_run_counter.item() == 2
+    assert canary.kernel_run_counter.item() == 3
     assert canary.violation_write_index.item() == 0
     assert kernels.torch_backend.skipped_entries(CPU).item() == 0  # type: ignore[attr-defined]
+
+
+def test_a_dummy_slot_among_others_is_not_checked() -> None:
+    """Its predecessor may lie anywhere, and it gives no violation; the entry beside it does."""
+    canary = context()
+    verify(canary, (1, -1), (0, 99), (2, 0))
+    assert canary.violation_write_index.item() == 2
+    assert canary.violation_ring[:2, 1].tolist() == [1, 2]
 
 
 def test_empty_shapes() -> None:
