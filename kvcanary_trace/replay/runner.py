@@ -102,11 +102,26 @@ def replay_workload(
         raise SettingError(
             f"--overflow is skip or rotate and --on-error is stop or continue, got {overflow!r} and {on_error!r}"
         )
-    run = _Run(workload, knobs, overflow, on_error)
-    if kernels:
-        run.add_kernels(device, faults, seed)
+    sizes = EngineSizes.of(knobs, workload)
+    try:
+        run = _Run(workload, knobs, sizes, overflow, on_error)
+        if kernels:
+            run.add_kernels(device, faults, seed)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise SettingError(_too_much_memory(sizes)) from error
     engine_settings = _engine_settings(workload, run.engine, kernels, device, overflow) | (settings or {})
     return run.into(out, engine_settings, progress)
+
+
+def _too_much_memory(sizes: EngineSizes) -> str:
+    """One sentence for buffers that could not be allocated."""
+    return (
+        f"the engine's buffers do not fit the memory: --max-total-tokens {sizes.pool_tokens}, "
+        f"--max-running-requests {sizes.num_rows - 1} of up to {sizes.context_length} tokens, "
+        f"--verify-capacity {sizes.verify_capacity}, --write-req-capacity {sizes.write_req_capacity}; lower one of them"
+    )
 
 
 def _engine_settings(
@@ -136,9 +151,11 @@ def _engine_settings(
 class _Run:
     """One replay, from the first step to the result."""
 
-    def __init__(self, workload: Workload, knobs: EngineKnobs, overflow: Overflow, on_error: OnError) -> None:
+    def __init__(
+        self, workload: Workload, knobs: EngineKnobs, sizes: EngineSizes, overflow: Overflow, on_error: OnError
+    ) -> None:
         self.workload = workload
-        self.engine = Engine(workload, knobs, EngineSizes.of(knobs, workload))
+        self.engine = Engine(workload, knobs, sizes)
         self.overflow: Overflow = overflow
         self.on_error: OnError = on_error
         self.canary: Canary | None = None

@@ -185,6 +185,9 @@ def test_command_line(tmp_path: Path) -> None:
 
 
 IMPOSSIBLE = {
+    "slots": (["--max-total-tokens", 2**40], "--max-total-tokens must be at most 2146435072 (slots are 32-bit)"),
+    "rows": (["--max-running-requests", 10**9], "the engine's buffers do not fit the memory: --max-total-tokens"),
+    "entries": (["--verify-capacity", 10**13], "--verify-capacity 10000000000000, --write-req-capacity 64; lower one"),
     "running": (["--max-running-requests", 0], "--max-running-requests must be a whole number of at least 1, got 0"),
     "pool": (["--max-total-tokens", 100], "--max-total-tokens must hold the longest request, 195 tokens"),
     "limit": (["--limit", 0], "limit must be at least 1 request, got 0"),
