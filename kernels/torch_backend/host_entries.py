@@ -36,7 +36,7 @@ class Table:
 
     def at(self, rows: I64, positions: I64) -> I64:
         """Raw slots at (row, position) pairs, -1 at position -1."""
-        slots = self.flat.take(rows * self.width + positions, mode="clip").astype(np.int64)
+        slots: I64 = self.flat.take(rows * self.width + positions, mode="clip").astype(np.int64)
         slots[positions < 0] = -1
         return slots
 

@@ -32,8 +32,11 @@ class _Tokens(NamedTuple):
     want_ids: I64 | None
     want_positions: I64 | None
 
-    def pick(self, which: slice | Bools) -> _Tokens:
-        return _Tokens(*(None if column is None else column[which] for column in self))
+    def pick(self, which: slice | Bools | I64) -> _Tokens:
+        slots, ids, positions, want_ids, want_positions = self
+        if want_ids is not None and want_positions is not None:
+            want_ids, want_positions = want_ids[which], want_positions[which]
+        return _Tokens(slots[which], ids[which], positions[which], want_ids, want_positions)
 
 
 class _Requests(NamedTuple):
@@ -154,7 +157,7 @@ def _read_batch(plan: WritePlan, tokens: _Tokens) -> tuple[_Requests, _Tokens] |
         tokens = tokens.pick(slice(int(first[0]), int(last[-1])))
     else:  # offsets that fall: ranges overlap
         index = np.concatenate([np.arange(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True)])
-        tokens = _Tokens(*(None if column is None else column[index] for column in tokens))
+        tokens = tokens.pick(index)
     seeds = array(plan.write_seed_slot_indices)[reqs]
     if int(tokens.slots.min()) < 0:
         kept = tokens.slots >= 0

@@ -59,7 +59,7 @@ def write(
         real_kv_hashes = fingerprints(context, batch.slots)
         rows = []
         serial = bool(torch.isin(seeds[reqs], batch.slots).any())
-        for part in reqs.unique().tolist() if serial else [None]:
+        for part in torch.unique(reqs).tolist() if serial else [None]:
             which = torch.ones_like(reqs, dtype=torch.bool) if part is None else reqs == part
             rows.append(_write_part(context, batch.pick(which), seeds, real_kv_hashes[which]))
         append_violations(context, torch.cat(rows))
