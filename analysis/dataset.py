@@ -253,7 +253,7 @@ def load(path: Path | str, table: str = "steps", columns: list[str] | None = Non
     selected = ", ".join(f'"{name}"' for name in columns or known[table])
     with open_dataset(path).connect() as connection:
         query = f"SELECT {selected} FROM {table} ORDER BY run, rank, step, forward"
-        return connection.execute(query).to_arrow_table()
+        return connection.sql(query).to_arrow_table()
 
 
 def check_schema_version(path: Path, version: int) -> None:

@@ -138,7 +138,7 @@ def read_series(connection: Connection, dataset: Dataset, until: int | None) -> 
             count(seq) AS seqs, min(seq) AS seq_low, max(seq) AS seq_high,
             count(graph_replay) AS graph_known, count(*) FILTER (graph_replay) AS graph_replayed,
             max(violations) AS violations,
-            sum(CASE WHEN verify_checked IS NULL AND verify_enabled THEN 0
+            sum(CASE WHEN verify_checked IS NULL AND verify_enabled AND error IS NULL THEN 0
                 ELSE greatest(verify_demand - coalesce(verify_checked, 0), 0) END)::BIGINT AS unverified,
             {per_capacity}
         FROM steps {where} GROUP BY ALL ORDER BY {KEYS}, bucket""",

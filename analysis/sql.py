@@ -34,7 +34,8 @@ class Key(NamedTuple):
 
 def ratio(capacity: Capacity) -> str:
     """SQL of a capacity's utilisation: null where demand or limit was not measured; a limit of 0 counts as 1."""
-    return f'("{capacity.demand}" / greatest("{capacity.limit}", 1))'
+    # Not greatest(limit, 1): that is 1 where the limit is null.
+    return f'("{capacity.demand}" / CASE WHEN "{capacity.limit}" < 1 THEN 1 ELSE "{capacity.limit}" END)'
 
 
 def fetch(connection: Connection, query: str, values: Sequence[Any] = ()) -> Columns:
@@ -47,7 +48,9 @@ def _plain(column: Any) -> Any:
     if isinstance(column, np.ma.MaskedArray):
         if column.dtype.kind in "biuf":
             return np.ma.filled(column.astype(np.float64), np.nan) if np.ma.is_masked(column) else column.data
-        return column.filled(None)
+        texts = np.array(column.data, dtype=object)
+        texts[np.ma.getmaskarray(column)] = None
+        return texts
     return column
 
 
