@@ -37,15 +37,6 @@ class _Case:
     def capacity(self) -> Capacity:
         return self.one.capacity
 
-    @property
-    def name(self) -> str:
-        """The capacity, and of which group, runner and kind where that is not plain."""
-        key = self.series.key
-        where = [key.group] if key.group is not None and self.capacity.grouped else []
-        where += ["draft"] if key.runner == "draft" else []
-        where += ["sweep"] if key.kind == "sweep" else []
-        return f"{self.capacity.id} ({', '.join(where)})" if where else self.capacity.id
-
     def counted(self, number: float) -> str:
         """A number of what the capacity counts."""
         whole, unit = math.ceil(number), self.capacity.unit
@@ -122,8 +113,9 @@ def changed_limits(series: Sequence[Series]) -> Iterator[Finding]:
                 rank=key.rank,
                 run=key.run,
                 runner=key.runner,
+                kind=key.kind,
                 steps=(first, one_series.steps[1]),
-                reason=f"{one.capacity.id}: the limit changed during the run, from {int(limits[0, 0]):,} to "
+                reason=f"the limit changed during the run, from {int(limits[0, 0]):,} to "
                 f"{one.last_limit:,} (between {int(limits.min()):,} and {int(limits.max()):,}), first at about step "
                 f"{first:,}; utilisation is measured against the limit of each step",
             )
@@ -169,6 +161,7 @@ def _finding(case: _Case, lead: int) -> Finding:
         rank=key.rank,
         run=key.run,
         runner=key.runner,
+        kind=key.kind,
         steps=steps,
         peak_utilization=one.peak_utilization,
         p99_utilization=one.p99_utilization,
@@ -219,23 +212,23 @@ def _reason(case: _Case, severity: Severity, lead: int) -> str:
             said += f"; at or above {percent(WARNING_UTILIZATION)} from step {one.high.first:,} on"
         if lead:
             said += f", critical {lead:,} step{'s' * (lead != 1)} before"
-        return f"{case.name}: demand exceeded the limit {_when(one.breached)}, {peak}: {_consequence(case)}{said}"
+        return f"demand exceeded the limit {_when(one.breached)}, {peak}: {_consequence(case)}{said}"
     if severity == "critical" and expected is not None:
-        return f"{case.name}: {_coming(case, expected)}: {case.capacity.consequence}; so far {peak}"
+        return f"{_coming(case, expected)}: {case.capacity.consequence}; so far {peak}"
     if case.allows_overflow and case.ceiling is not None:
         allowed = f"the engine may reach {case.counted(case.ceiling)}, the limit is {limit:,}"
-        return f"{case.name}: {allowed}; so far {peak}"
+        return f"{allowed}; so far {peak}"
     if one.high is not None:
         cannot = ""
         if case.is_bounded and case.ceiling is not None:
             cannot = f"; the engine's own limit of {int(case.ceiling):,} keeps it from breaking"
-        return f"{case.name}: at or above {percent(WARNING_UTILIZATION)} {_when(one.high)}, {peak}{cannot}"
+        return f"at or above {percent(WARNING_UTILIZATION)} {_when(one.high)}, {peak}{cannot}"
     if severity == "warning" and expected is not None:
         work = expected.committed
         wanted = max(value for value in (work.likely, work.most) if np.isfinite(value))
         may = f"running and queued work may want {case.counted(wanted)} of {limit:,} ({percent(wanted / limit)})"
-        return f"{case.name}: {may}; so far {peak}"
-    return f"{case.name}: {peak}"
+        return f"{may}; so far {peak}"
+    return f"{peak}"
 
 
 def _when(span: Span) -> str:

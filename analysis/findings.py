@@ -53,7 +53,7 @@ class Finding:
         breach: The breach to come, or None.
         reason: One sentence.
         remedy: What to set, or None.
-        run, runner: Where it was found.
+        run, runner, kind: Where it was found.
     """
 
     rule: str
@@ -64,12 +64,22 @@ class Finding:
     group: str | None = None
     rank: int | None = None
     runner: str | None = None
+    kind: str | None = None
     steps: tuple[int, int] | None = None
     peak_utilization: float | None = None
     p99_utilization: float | None = None
     headroom: int | None = None
     breach: Breach | None = None
     remedy: Remedy | None = None
+
+    @property
+    def subject(self) -> str:
+        """The capacity or the rule, and of which group, runner and kind where that is not plain."""
+        where = [self.group] if self.group is not None else []
+        where += ["draft"] if self.runner == "draft" else []
+        where += ["sweep"] if self.kind == "sweep" else []
+        name = self.capacity or self.rule
+        return f"{name} ({', '.join(where)})" if where else name
 
     def to_json(self) -> dict[str, Any]:
         """The names that scripts may rely on, in the design's order, then where it was found."""
@@ -90,6 +100,7 @@ class Finding:
             "remedy": None if self.remedy is None else {"value": self.remedy.value, "flag": self.remedy.flag},
             "run": self.run,
             "runner": self.runner,
+            "kind": self.kind,
         }
 
 

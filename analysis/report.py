@@ -81,6 +81,7 @@ def _findings(analysis: Analysis) -> RenderableType | None:
         title="Findings, worst first", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0)
     )
     table.add_column("severity", no_wrap=True)
+    table.add_column("subject", no_wrap=True)
     table.add_column("steps", justify="right", no_wrap=True)
     if _many(analysis):
         table.add_column("where", no_wrap=True)
@@ -94,7 +95,7 @@ def _findings(analysis: Analysis) -> RenderableType | None:
             if one.steps[0] != one.steps[1]
             else f"{one.steps[0]:,}"
         )
-        cells: list[str | Text] = [Text(one.severity, _STYLES[one.severity]), steps]
+        cells: list[str | Text] = [Text(one.severity, _STYLES[one.severity]), one.subject, steps]
         if _many(analysis):
             cells.append(_where(one.run, one.rank))
         table.add_row(*cells, Text(one.reason), Text(_remedy(one)))

@@ -41,7 +41,7 @@ def test_overflow_of_one_group_leaves_the_other_covered(tmp_path: Path) -> None:
     assert (at_full.severity, at_full.steps, at_full.headroom) == ("breached", (5, 5), 60_000 - 190_000)
     assert (at_swa.severity, at_swa.steps, at_swa.headroom) == ("breached", (8, 8), -1000)
     assert at_full.peak_utilization == pytest.approx(190 / 60)
-    assert "190,000" in at_full.reason and "full" in at_full.reason
+    assert "190,000" in at_full.reason and at_full.subject == "verify (full)"
     assert at_full.remedy is not None and at_full.remedy.flag is None  # the engine has no such knob: none is invented
 
     ledgers = {key.group: one for key, one in analysis.coverage_by_series.items()}
