@@ -2,8 +2,8 @@
 
     python benchmarks/parquet_sink.py [--repeats N] [--json FILE]
 
-The rows are those of a decode loop: a batch that drifts, demands that grow, measured times with jitter. Prints a table and
-one line of JSON. Exit 0: every bar holds; 1: a bar is missed, or what is read back differs from what was written.
+The rows are those of a decode loop: a batch that drifts, demands that grow, measured times with jitter. Prints a table
+and one line of JSON. Exit 0: every bar holds; 1: a bar is missed, or what is read back differs from what was written.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def main() -> int:
                 size, rows = sealed(Path(folder))
                 parts = sorted((Path(folder) / "steps").rglob("*.parquet"))
                 back = pa.concat_tables([pq.ParquetFile(part).read() for part in parts])
-                wrong += back.replace_schema_metadata(None) != pa.Table.from_batches([whole]).replace_schema_metadata(None)
+                wrong += not back.equals(pa.Table.from_batches([whole]))
         results.append({"part_rows": part_rows, "rows_per_s": rows / median(seconds), "bytes_per_row": size / rows})
     bars = [("rows/s, bar / reached, parts of 200 000", BAR_ROWS_PER_S / results[-1]["rows_per_s"], 1.0)]
     bars += [

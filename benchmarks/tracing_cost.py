@@ -2,8 +2,8 @@
 
     python benchmarks/tracing_cost.py [--repeats N] [--json FILE]
 
-Prints a table and one line of JSON. Exit 0: every bar holds; 1: a bar is missed, or rows were lost or wrong. Launches are
-stand-ins that do nothing, so a figure is tracing's own cost; the repeats of all kinds are interleaved.
+Prints a table and one line of JSON. Exit 0: every bar holds; 1: a bar is missed, or rows were lost or wrong. Launches
+are stand-ins that do nothing, so a figure is tracing's own cost; the repeats of all kinds are interleaved.
 """
 
 from __future__ import annotations

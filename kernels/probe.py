@@ -108,7 +108,7 @@ def read_verify_plan(plan: VerifyPlan, row: list[int]) -> None:
     """
     enable = plan.enable
     if enable.is_cpu:
-        planned = plan.verify_num_valid.item()
+        planned = int(plan.verify_num_valid.item())
         capacity = row[_VERIFY_CAPACITY]
         row[_VERIFY_PLANNED] = capacity if planned > capacity else 0 if planned < 0 else planned
         row[_VERIFY_ENABLED] = 1 if enable.item() else 0

@@ -18,7 +18,8 @@ from kvcanary_trace.kernels.layout import (
     ViolationField,
 )
 
-from .join import Flags, Joined
+from .arrow import Flags, flags, integers, named, strings
+from .join import Joined
 from .schema import NOT_MEASURED, REQUESTS, STEPS, VIOLATIONS, Column, ErrorCode, HostWord, Table
 
 ERROR_CODES: Final = tuple(member.code for member in ErrorCode)
@@ -65,21 +66,12 @@ def _word_column(column: Column, rows: Joined) -> pa.Array:
 
 def typed(column: Column, values: _Ints) -> pa.Array:
     """int64 words as the column's Arrow type; NOT_MEASURED and unknown names are null."""
-    missing: Flags = values == NOT_MEASURED
     if column.names is not None:
-        return _named(lower_names(column.names), values, key=column.key)
+        return named(lower_names(column.names), values, other="unknown" if column.key else None)
+    missing: Flags = values == NOT_MEASURED
     if pa.types.is_boolean(column.type):
-        return pa.array(values != 0, mask=missing)
-    mask = missing if missing.any() else None
-    return pa.array(np.ascontiguousarray(values), type=column.type, mask=mask)
-
-
-def _named(names: Sequence[str], values: _Ints, *, key: bool = False) -> pa.Array:
-    known = (values >= 0) & (values < len(names))
-    if key:  # never null, whatever the word is: one bad row must not spoil a part
-        return pa.array([*names, "unknown"], pa.string()).take(pa.array(np.where(known, values, len(names))))
-    index = pa.array(np.where(known, values, 0), mask=~known)
-    return pa.array(names, pa.string()).take(index)
+        return flags(values != 0, missing)
+    return integers(values, missing, column.type)
 
 
 def _duration(column: Column, rows: Joined) -> pa.Array:
@@ -89,6 +81,10 @@ def _duration(column: Column, rows: Joined) -> pa.Array:
     _, exponent = np.frexp(np.maximum(values, 1).astype(np.float64))
     unit = np.int64(1) << np.maximum(exponent.astype(np.int64) - _DURATION_BITS, 0)
     return typed(column, np.where(values > 0, (values + (unit >> 1)) // unit * unit, values))
+
+
+def _duration_of(column: Column) -> Callable[[Joined, Sequence[str]], pa.Array]:
+    return lambda rows, _: _duration(column, rows)
 
 
 DURATIONS: Final = ("plan_ns", "verify_ns", "write_ns", "host_ns")
@@ -104,11 +100,11 @@ def _time(rows: Joined, _: Sequence[str]) -> pa.Array:
 
 
 def _plan_block_limit(rows: Joined, _: Sequence[str]) -> pa.Array:
-    return pa.array(np.full(len(rows), MAX_REQS_PER_LAUNCH, dtype=np.int64), mask=~rows.has_device)
+    return integers(np.full(len(rows), MAX_REQS_PER_LAUNCH, dtype=np.int64), ~rows.has_device)
 
 
 def _error(rows: Joined, _: Sequence[str]) -> pa.Array:
-    return _named(ERROR_CODES, rows.host[:, HostWord.ERROR])
+    return named(ERROR_CODES, rows.host[:, HostWord.ERROR])
 
 
 def _error_message(rows: Joined, messages: Sequence[str]) -> pa.Array:
@@ -120,7 +116,7 @@ def _error_message(rows: Joined, messages: Sequence[str]) -> pa.Array:
     for at in np.flatnonzero(have):
         number = int(numbers[at])
         texts[at] = messages[number] if 0 <= number < len(messages) else None
-    return pa.array(texts, pa.string())
+    return strings(texts)
 
 
 def _hex_id(words: Sequence[HostWord], rows: Joined) -> pa.Array:
@@ -128,15 +124,15 @@ def _hex_id(words: Sequence[HostWord], rows: Joined) -> pa.Array:
     have = parts[0] != NOT_MEASURED
     if not have.any():
         return pa.nulls(len(rows), pa.string())
-    texts = [
+    texts: list[str | None] = [
         "".join(f"{int(part[at]) & 0xFFFF_FFFF_FFFF_FFFF:016x}" for part in parts) if have[at] else None
         for at in range(len(rows))
     ]
-    return pa.array(texts, pa.string())
+    return strings(texts)
 
 
 _SPECIAL: Final[dict[str, Callable[[Joined, Sequence[str]], pa.Array]]] = {
-    **{name: lambda rows, _, column=STEPS[name]: _duration(column, rows) for name in DURATIONS},
+    **{name: _duration_of(STEPS[name]) for name in DURATIONS},
     "time": _time,
     "plan_block_limit": _plan_block_limit,
     "error": _error,
@@ -165,9 +161,9 @@ def violations_batch(found: Sequence[tuple[int, int, int, int, int, int, _Ints]]
     by_key = {name: keys[:, at] for at, name in enumerate((*_KEY_NAMES, "time"))}
     tags = rows[:, ViolationField.LAUNCH_TAG]
     special = {
-        "number": pa.array(numbers, pa.int64()),
-        "launch_tag": _named([tag.name for tag in sorted(CanaryLaunchTag)], tags),
-        "reasons": pa.array([_reasons(int(bits)) for bits in rows[:, ViolationField.FAIL_REASON]], pa.string()),
+        "number": integers(numbers),
+        "launch_tag": named([tag.name for tag in sorted(CanaryLaunchTag)], tags),
+        "reasons": strings([_reasons(int(bits)) for bits in rows[:, ViolationField.FAIL_REASON]]),
     }
     return _batch(VIOLATIONS, VIOLATIONS_ARROW, special, by_key, rows)
 
@@ -207,7 +203,7 @@ def _batch(
             arrays.append(typed(column, named[column.name]))
         else:
             assert rows is not None and column.word is not None
-            arrays.append(pa.array(np.ascontiguousarray(rows[:, column.word])))
+            arrays.append(integers(rows[:, column.word]))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 

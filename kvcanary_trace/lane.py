@@ -71,8 +71,8 @@ class Forward:
     def row_of_plan(self, plan: object) -> list[Any] | None:
         """The open row of this very plan, a VerifyPlan or a WritePlan."""
         for row in self.rows:
-            verify_plan, write_plan = row[0]
-            if verify_plan is plan or write_plan is plan:
+            plans: tuple[object, object] = row[0]
+            if plans[0] is plan or plans[1] is plan:
                 return row
         return None
 

@@ -145,9 +145,7 @@ class Observer:
         if lane.ranges is not None:
             lane.ranges.push(names.PLAN, _GROUP_NAMES[group], _payload(row))
 
-    def _end_launch(
-        self, lane: Lane, call: VerifyCall | WriteCall, spent_ns: int, error: BaseException | None
-    ) -> None:
+    def _end_launch(self, lane: Lane, call: VerifyCall | WriteCall, spent_ns: int, error: BaseException | None) -> None:
         context, plan = call
         tag = context.kernel_kind
         forward = lane.forward

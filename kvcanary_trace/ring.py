@@ -61,7 +61,7 @@ class Ring:
             row: [used_words] int64 words; word 0 is the ring's own and is overwritten.
 
         Raises:
-            struct.error: a word is no int64, or their number is wrong. The ring is as before; the slot's old row is gone.
+            struct.error: a word is no int64, or their number is wrong. Only the slot's old row is gone.
         """
         seq = self._next
         word = (seq - 1) * ROW_WORDS % self._size_words

@@ -46,6 +46,7 @@ _UPDATABLE: Final = {
 }
 assert EMPTY_HALF.index(NOT_MEASURED, _MODE) == _MODE and list(_UPDATABLE.values()) == [6, *range(9, 15)]
 
+
 def known(what: str, name: object, numbers: Mapping[str, int]) -> int:
     """The number of a name.
 

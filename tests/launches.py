@@ -1,4 +1,4 @@
-"""A small engine for tests of the tracing side: plans and contexts on the CPU, and launches that do as they are told."""
+"""A small engine for tests of tracing: plans and contexts on the CPU, and launches that do as they are told."""
 
 from __future__ import annotations
 

@@ -237,9 +237,9 @@ def _whole_messages(data: bytes) -> Iterator[tuple[int, int]]:
         body = begin + _PREFIX.size + metadata_bytes
         if continuation != _CONTINUATION or metadata_bytes < _TRAILER.size or body > len(data):
             return
-        mark, checksum, _, body_bytes = _TRAILER.unpack_from(data, body - _TRAILER.size)
+        mark, checksum, zero, body_bytes = _TRAILER.unpack_from(data, body - _TRAILER.size)
         end = body + body_bytes
-        if mark != _MARK or end > len(data):
+        if mark != _MARK or zero != 0 or end > len(data):
             return
         metadata = memoryview(data)[begin + _PREFIX.size : body - _TRAILER.size]
         if zlib.crc32(memoryview(data)[body:end], zlib.crc32(metadata)) != checksum:

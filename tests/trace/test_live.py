@@ -90,7 +90,8 @@ def test_other_readers_take_a_tail(tmp_path: Path) -> None:
 
 def test_what_is_no_tail(tmp_path: Path) -> None:
     """One sentence, whatever it is."""
-    for name, data in {"empty": b"", "text": b"hello, world, this is text", "foreign": SCHEMA.serialize().to_pybytes()}.items():
+    foreign = SCHEMA.serialize().to_pybytes()
+    for name, data in {"empty": b"", "text": b"hello, world, this is text", "foreign": foreign}.items():
         (tmp_path / name).write_bytes(data)
         with pytest.raises(kv_canary.DatasetError, match="is no live tail"):
             read_live(tmp_path / name)
@@ -139,7 +140,9 @@ with kv_canary.trace(sys.argv[1], run="dying", flush_interval_s=0.2, part_rows=i
 @pytest.mark.parametrize(("lines", "part_rows"), [(1, 200_000), (7, 200_000), (23, 300), (40, 1)])
 def test_killed_at_some_moment(lines: int, part_rows: int, tmp_path: Path) -> None:
     """kill -9: every committed row is readable as it is, and sealed by recover, once each."""
-    child = subprocess.Popen([sys.executable, "-c", DYING, str(tmp_path), str(part_rows)], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", DYING, str(tmp_path), str(part_rows)], stdout=subprocess.PIPE, text=True
+    )
     assert child.stdout is not None
     committed = 0
     for _ in range(lines):

@@ -32,7 +32,9 @@ from kvcanary_trace.sinks.parquet import ParquetSink
 _MEASURED = [
     column.name
     for column in STEPS.columns
-    if isinstance(column.word, ProbeWord | HostWord) and pa.types.is_integer(column.type) and column.name not in DURATIONS
+    if isinstance(column.word, ProbeWord | HostWord)
+    and pa.types.is_integer(column.type)
+    and column.name not in DURATIONS
 ]
 _WORD = st.one_of(st.just(NOT_MEASURED), st.integers(0, 5), st.integers(-(2**63) + 1, 2**63 - 1))
 

@@ -138,7 +138,7 @@ WRITER = """
 
 
 def test_no_torn_row_from_a_writer_at_full_speed(tmp_path: Path) -> None:
-    """A writer in another process laps a tiny ring all the time: every row taken is of one piece, losses are counted."""
+    """A writer in another process laps a tiny ring all the time: rows taken are of one piece, losses are counted."""
     num_rows, total = 16, 150_000
     memory = shared_memory.SharedMemory(create=True, size=num_rows * ROW_WORDS * 8)
     try:

@@ -25,12 +25,14 @@ def run_file(directory: Path) -> dict[str, Any]:
 def test_a_step_becomes_a_row(tmp_path: Path) -> None:
     """Every column that the host can know holds what happened; the rest is null, not zero."""
     engine = Engine(verify_capacity=100)
-    with kv_canary.trace(tmp_path, write_entry_capacity=2048) as session:
-        with kv_canary.step(7, mode="decode", kv_used=40, waiting_reqs=2) as step:
-            engine.plan([1, 0, 3], [10, 99, 20], [1, 5, 2])
-            engine.verify()
-            engine.write()
-            step.update(kv_capacity=400, resident_tokens=31, waiting_reqs=3)
+    with (
+        kv_canary.trace(tmp_path, write_entry_capacity=2048) as session,
+        kv_canary.step(7, mode="decode", kv_used=40, waiting_reqs=2) as step,
+    ):
+        engine.plan([1, 0, 3], [10, 99, 20], [1, 5, 2])
+        engine.verify()
+        engine.write()
+        step.update(kv_capacity=400, resident_tokens=31, waiting_reqs=3)
     (row,) = rows(tmp_path)
     assert session.stats.complete and session.stats.steps == 1
     expected = {
@@ -230,9 +232,10 @@ def test_requests_in_detail(tmp_path: Path) -> None:
     engine = Engine(window=15)
     with kv_canary.trace(tmp_path, detail="requests"), kv_canary.step(4):
         engine.plan([5, 0, 7], [10, 0, 20], [1, 1, 3])
-    assert [(r["step"], r["row"], r["req_pool_idx"], r["prefix_len"], r["extend_len"], r["verify_entries"]) for r in rows(
-        tmp_path, "requests"
-    )] == [(4, 0, 5, 10, 1, 10), (4, 2, 7, 20, 3, 15)]
+    assert [
+        (r["step"], r["row"], r["req_pool_idx"], r["prefix_len"], r["extend_len"], r["verify_entries"])
+        for r in rows(tmp_path, "requests")
+    ] == [(4, 0, 5, 10, 1, 10), (4, 2, 7, 20, 3, 15)]
 
 
 def test_record_writes_a_whole_row(tmp_path: Path) -> None:
@@ -340,10 +343,18 @@ def test_sessions_do_not_nest(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [RuntimeError("engine on fire"), KeyboardInterrupt(), SystemExit(3)])
 def test_an_exception_seals_and_marks_the_run(error: BaseException, tmp_path: Path) -> None:
     """Whatever ends the block: files are sealed, the run file says so, the exception passes."""
-    with pytest.raises(type(error)), kv_canary.trace(tmp_path) as session:
-        with kv_canary.step():
-            pass
-        raise error
+    sessions = []
+
+    def serve() -> None:
+        with kv_canary.trace(tmp_path) as session:
+            sessions.append(session)
+            with kv_canary.step():
+                pass
+            raise error
+
+    with pytest.raises(type(error)):
+        serve()
+    (session,) = sessions
     file = run_file(tmp_path)
     assert file["status"] == "failed" and file["error"].startswith(type(error).__name__)
     assert file["rows"]["steps"] == 1 and file["ended_ns"] >= file["started_ns"]
