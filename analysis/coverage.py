@@ -14,9 +14,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from .findings import percent
 from .sql import KEYS, Connection, Key, fetch, split
 
-__all__ = ["REASONS", "Coverage", "Retried", "read_coverage", "read_retried", "total"]
+__all__ = ["REASONS", "Coverage", "Retried", "covered", "read_coverage", "read_retried", "total"]
 
 REASONS: Final = {
     "overflow": "demand exceeded the verify capacity",
@@ -26,6 +27,8 @@ REASONS: Final = {
     "not_measured": "nobody recorded whether it was checked",
 }
 """Reason → what it means. `slot_0` and `lost_rows` stand beside them and have no count of entries."""
+
+_UNKNOWN_SHARE: Final = 0.01
 
 _REASON: Final = """CASE
     WHEN verify_demand <= 0 THEN 'verified'
@@ -57,9 +60,16 @@ class Coverage:
 
     @property
     def ratio(self) -> float | None:
-        """Verified over demanded, of the entries about which it is known; None where nothing is."""
-        known = self.demanded - (self.unverified_by_reason["not_measured"] or 0)
-        return self.verified / known if known else None
+        """Verified over demanded, of the entries about which it is known; None where that is not nearly all of them."""
+        unknown = self.unverified_by_reason["not_measured"] or 0
+        if not self.demanded or unknown > _UNKNOWN_SHARE * self.demanded:
+            return None
+        return self.verified / (self.demanded - unknown)
+
+    @property
+    def most(self) -> float | None:
+        """What the ratio is at most: everything that is not known to be unverified over what was demanded."""
+        return 1 - self.unverified / self.demanded if self.demanded else None
 
     @property
     def unverified(self) -> int:
@@ -112,6 +122,15 @@ def read_retried(connection: Connection, where: str) -> dict[Key, Retried]:
         key: Retried(rows["step"].astype(np.int64), rows["verify_demand"].astype(np.int64))
         for key, rows in split(columns)
     }
+
+
+def covered(ledger: Coverage) -> str:
+    """The share that was verified, for reading."""
+    if ledger.ratio is not None:
+        return percent(ledger.ratio)
+    if ledger.unverified and ledger.most is not None:
+        return f"at most {percent(ledger.most)}"
+    return "unknown"
 
 
 def read_coverage(connection: Connection, where: str, retried: Mapping[Key, Retried]) -> dict[Key, Coverage]:

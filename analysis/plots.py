@@ -12,6 +12,7 @@ from kvcanary_trace.errors import SettingError
 from kvcanary_trace.pressure.capacities import CAPACITIES, Capacity
 from kvcanary_trace.pressure.severity import WARNING_UTILIZATION
 
+from .coverage import covered
 from .findings import percent
 
 if TYPE_CHECKING:
@@ -225,11 +226,10 @@ def _unverified_panel(axis: Axes, analysis: Analysis) -> None:
     else:
         axis.set_yticks([])
     axis.tick_params(length=2)
-    share = ledger.ratio
-    if share is None:
+    if ledger.unverified:
+        said = f"{ledger.unverified:,} of {ledger.demanded:,} demanded entries; coverage {covered(ledger)}"
+    elif ledger.ratio is None:
         said = "whether entries were verified was not recorded"
-    elif ledger.unverified:
-        said = f"{ledger.unverified:,} of {ledger.demanded:,} demanded entries; coverage {percent(share)}"
     else:
         said = f"none: all {ledger.demanded:,} demanded entries were verified"
     _title(axis, "unverified", said, _BREACH if ledger.unverified else _INK)

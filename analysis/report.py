@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvcanary_trace.pressure.capacities import BY_ID
 
-from .coverage import REASONS
+from .coverage import REASONS, covered
 from .findings import count_by_severity, percent
 
 if TYPE_CHECKING:
@@ -162,20 +162,19 @@ def _coverage(analysis: Analysis) -> Text:
     ledger = analysis.coverage
     if not ledger.demanded:
         return Text.assemble(("\nCoverage", "bold"), ": no verify entry was demanded")
-    if ledger.ratio is None:
-        return Text.assemble(
-            ("\nCoverage", "bold"), f": unknown, {REASONS['not_measured']}: {ledger.demanded:,} entries"
-        )
-    lines = [f": {percent(ledger.ratio)} of {ledger.demanded:,} demanded entries were verified"]
+    if ledger.ratio is None and not ledger.unverified:
+        unknown = f": unknown, {REASONS['not_measured']}: {ledger.demanded:,} entries"
+        return Text.assemble(("\nCoverage", "bold"), unknown)
+    lines = [f": {covered(ledger)} of {ledger.demanded:,} demanded entries were verified"]
     for name, meaning in REASONS.items():
         count = ledger.unverified_by_reason[name]
         if count:
             lines.append(f"  {count:,} not: {meaning} ({ledger.rows_by_reason[name]:,} rows)")
     if len(analysis.coverage_by_series) > 1:
         for key, one in analysis.coverage_by_series.items():
-            if one.ratio is not None and one.ratio < 1:
+            if one.unverified:
                 where = f" {_where(key.run, key.rank)}" if _many(analysis) else ""
-                lines.append(f"  group {key.group or 'unknown'}{where}: {percent(one.ratio)}")
+                lines.append(f"  group {key.group or 'unknown'}{where}: {covered(one)}")
     return Text.assemble(("\nCoverage", "bold"), "\n".join(lines))
 
 

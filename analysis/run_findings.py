@@ -8,7 +8,7 @@ from typing import Final
 from kvcanary_trace.pressure.capacities import capacity_of_error
 from kvcanary_trace.pressure.severity import Severity
 
-from .coverage import REASONS, Coverage
+from .coverage import REASONS, Coverage, covered
 from .dataset import Dataset, Run
 from .findings import Finding, at_steps, percent
 from .losses import Losses
@@ -126,7 +126,6 @@ def _unverified(series: Sequence[Series], coverage: Mapping[Key, Coverage]) -> I
         missed = (one.unverified > 0).nonzero()[0]
         steps = (int(one.first_steps[missed[0]]), int(one.last_steps[missed[-1]])) if len(missed) else one.steps
         group = f"group {one.key.group}" if one.key.group else "the run"
-        share = ledger.ratio
         yield Finding(
             rule="unverified-steps",
             severity="warning",
@@ -136,7 +135,7 @@ def _unverified(series: Sequence[Series], coverage: Mapping[Key, Coverage]) -> I
             runner=one.key.runner,
             steps=steps,
             reason=f"{ledger.unverified:,} of {ledger.demanded:,} entries of {group} went unverified "
-            f"{at_steps(*steps)}: {why}; coverage {percent(share if share is not None else float('nan'))}",
+            f"{at_steps(*steps)}: {why}; coverage {covered(ledger)}",
         )
 
 
