@@ -31,13 +31,12 @@ REASONS: Final = {
 _UNKNOWN_SHARE: Final = 0.01
 
 _REASON: Final = """CASE
-    WHEN verify_demand <= 0 THEN 'verified'
-    WHEN error IS NOT NULL AND coalesce(verify_checked, 0) < verify_demand THEN 'error'
+    WHEN error IS NOT NULL THEN 'error'
     WHEN verify_demand > verify_capacity AND (NOT verify_enabled OR verify_checked IS NOT NULL) THEN 'overflow'
     WHEN NOT verify_enabled THEN 'disabled'
     WHEN verify_checked IS NULL THEN 'not_measured'
-    WHEN verify_checked < verify_demand THEN 'not_launched'
-    ELSE 'verified' END"""
+    ELSE 'not_launched' END"""
+_NOT_VERIFIED: Final = "verify_demand > 0 AND (verify_checked IS NULL OR verify_checked < verify_demand)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +74,6 @@ class Coverage:
     def unverified(self) -> int:
         """Entries known not to have been verified."""
         return sum(self.unverified_by_reason[name] or 0 for name in REASONS if name != "not_measured")
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One reason's share of a series."""
-
-    reason: str
-    rows: int
-    demanded: int
-    checked: int
-
-    def without(self, rows: int, entries: int) -> _Entry:
-        """An error's share less what was made good; other shares as they are."""
-        if self.reason != "error":
-            return self
-        return _Entry(self.reason, self.rows - rows, self.demanded - entries, self.checked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,49 +116,42 @@ def covered(ledger: Coverage) -> str:
     return "unknown"
 
 
-def read_coverage(connection: Connection, where: str, retried: Mapping[Key, Retried]) -> dict[Key, Coverage]:
+def read_coverage(
+    connection: Connection, where: str, demanded: Mapping[Key, int], retried: Mapping[Key, Retried]
+) -> dict[Key, Coverage]:
     """The ledger of each series. What was done again in the same step counts once.
 
     Args:
         connection: To the dataset.
         where: SQL condition on the rows, or nothing.
+        demanded: Entries that each series demanded.
         retried: Errors that were made good.
     """
-    # Sums of int64 are 128 bits wide in DuckDB and doubles in numpy: exact up to 2^53 entries.
+    # Only rows that were not wholly verified are classified: in a healthy run there are none.
     columns = fetch(
         connection,
-        f"SELECT {KEYS}, {_REASON} AS reason, count(verify_demand) AS rows, "
-        "coalesce(sum(greatest(verify_demand, 0)), 0)::BIGINT AS demanded, "
-        "coalesce(sum(least(coalesce(verify_checked, 0), greatest(verify_demand, 0))), 0)::BIGINT AS checked "
-        f"FROM steps {where} GROUP BY ALL ORDER BY {KEYS}",
+        f"SELECT {KEYS}, {_REASON} AS reason, count(*) AS rows, "
+        "sum(verify_demand - greatest(coalesce(verify_checked, 0), 0))::BIGINT AS entries "
+        f"FROM steps {where} {'AND' if where else 'WHERE'} {_NOT_VERIFIED} GROUP BY ALL ORDER BY {KEYS}",
     )
+    found = dict(split(columns))
     ledgers = {}
-    for key, rows in split(columns):
-        entries = [
-            _Entry(str(reason), int(count), int(demanded), int(checked))
-            for reason, count, demanded, checked in zip(
-                rows["reason"], rows["rows"], rows["demanded"], rows["checked"], strict=True
-            )
-            if count
-        ]
+    for key, total_demanded in demanded.items():
+        unverified: dict[str, int | None] = dict.fromkeys(REASONS, 0)
+        rows = dict.fromkeys(REASONS, 0)
+        part = found.get(key)
+        if part is not None:
+            for reason, count, entries in zip(part["reason"], part["rows"], part["entries"], strict=True):
+                rows[str(reason)], unverified[str(reason)] = int(count), int(entries)
         again = retried.get(key)
         if again is not None:
-            entries = [one.without(len(again.steps), int(again.demands.sum())) for one in entries]
-        if entries:
-            ledgers[key] = _ledger(entries)
+            made_good = int(again.demands.sum())
+            total_demanded -= made_good
+            rows["error"] -= len(again.steps)
+            unverified["error"] = (unverified["error"] or 0) - made_good
+        verified = total_demanded - sum(value or 0 for value in unverified.values())
+        ledgers[key] = Coverage(total_demanded, verified, _with_unknowns(unverified, 0), rows)
     return ledgers
-
-
-def _ledger(entries: Iterable[_Entry]) -> Coverage:
-    entries = list(entries)
-    unverified: dict[str, int | None] = dict.fromkeys(REASONS, 0)
-    rows = dict.fromkeys(REASONS, 0)
-    for entry in entries:
-        if entry.reason != "verified":
-            unverified[entry.reason] = entry.demanded - entry.checked
-            rows[entry.reason] = entry.rows
-    demanded = sum(entry.demanded for entry in entries)
-    return Coverage(demanded, sum(entry.checked for entry in entries), _with_unknowns(unverified, 0), rows)
 
 
 def total(ledgers: Iterable[Coverage], lost_rows: int) -> Coverage:

@@ -116,7 +116,8 @@ def analyze(path: Path | str, until: int | None = None) -> Analysis:
             one.made_good(retried[one.key].steps, retried[one.key].demands) if one.key in retried else one
             for one in read_series(connection, dataset, until)
         ]
-        coverage = read_coverage(connection, where, retried)
+        demanded = {one.key: one.demanded for one in series if one.demanded is not None}
+        coverage = read_coverage(connection, where, demanded, retried)
         losses = read_losses(dataset, series, until)
         runs = {(run.run, run.rank): run for run in dataset.runs}
         findings = [

@@ -78,6 +78,7 @@ class Series:
     Attributes:
         first_steps, last_steps: [buckets] int64.
         unverified: [buckets] int64, entries demanded and known not to be checked.
+        demanded: Entries demanded in all, or None where nobody counted.
         rows: Rows in all.
         seqs: Rows with a ring number.
         seq_range: Lowest and highest ring number, or None.
@@ -91,6 +92,7 @@ class Series:
     first_steps: NDArray[np.int64]
     last_steps: NDArray[np.int64]
     unverified: NDArray[np.int64]
+    demanded: int | None
     rows: int
     seqs: int
     seq_range: tuple[int, int] | None
@@ -140,6 +142,7 @@ def read_series(connection: Connection, dataset: Dataset, until: int | None) -> 
             max(violations) AS violations,
             sum(CASE WHEN verify_checked IS NULL AND verify_enabled AND error IS NULL THEN 0
                 ELSE greatest(verify_demand - coalesce(verify_checked, 0), 0) END)::BIGINT AS unverified,
+            sum(greatest(verify_demand, 0))::BIGINT AS demanded,
             {per_capacity}
         FROM steps {where} GROUP BY ALL ORDER BY {KEYS}, bucket""",
     )
@@ -207,7 +210,9 @@ def _read_spans(
                 f"min(step) FILTER ({test}) AS {name}_first_{c.id}, max(step) FILTER ({test}) AS {name}_last_{c.id}, "
                 f"count(*) FILTER ({test}) AS {name}_rows_{c.id}"
             )
-    rows = fetch(connection, f"SELECT {KEYS}, {', '.join(what)} FROM steps {where} GROUP BY ALL ORDER BY {KEYS}")
+    high = " OR ".join(f"{ratio(c)} >= {WARNING_UTILIZATION}" for c in capacities)
+    condition = f"{where} AND ({high})" if where else f"WHERE {high}"
+    rows = fetch(connection, f"SELECT {KEYS}, {', '.join(what)} FROM steps {condition} GROUP BY ALL ORDER BY {KEYS}")
 
     def span(part: Mapping[str, Any], name: str, one: Capacity) -> Span | None:
         count = int(part[f"{name}_rows_{one.id}"][0])
@@ -252,13 +257,14 @@ def _series(
             breached=breached,
         )
     seqs, seq_low, seq_high = (known(rows, name) for name in ("seqs", "seq_low", "seq_high"))
-    violations = known(rows, "violations")
+    violations, demanded = known(rows, "violations"), known(rows, "demanded")
     first, last = np.asarray(rows["first"], np.int64), np.asarray(rows["last"], np.int64)
     return Series(
         key=key,
         first_steps=first,
         last_steps=last,
         unverified=np.nan_to_num(known(rows, "unverified")).astype(np.int64),
+        demanded=int(np.nansum(demanded)) if np.isfinite(demanded).any() else None,
         rows=int(np.sum(rows["rows"])),
         seqs=int(seqs.sum()),
         seq_range=(int(np.nanmin(seq_low)), int(np.nanmax(seq_high))) if np.isfinite(seq_low).any() else None,
