@@ -40,34 +40,6 @@ def mix3(prev_hash, token, position):
 
 
 @triton.jit
-def _unfinished_splitmix64(unfinished_value, word):
-    # finished(u) ^ word, then the first xor-shift, with the shifts side by side instead of one after the other.
-    mixed = unfinished_value ^ (unfinished_value >> 31) ^ (unfinished_value >> 30) ^ (unfinished_value >> 61)
-    value = (mixed ^ (word ^ (word >> 30))) * _MUL_0
-    return (value ^ (value >> 27)) * _MUL_1
-
-
-@triton.jit
-def finished(unfinished_value):
-    """The hash that an unfinished one stands for: the last xor-shift of `splitmix64`."""
-    return unfinished_value ^ (unfinished_value >> 31)
-
-
-@triton.jit
-def unfinished(value):
-    """What `finished` maps to `value`."""
-    return value ^ (value >> 31) ^ (value >> 62)
-
-
-@triton.jit
-def advance(chain, token, position):
-    """`mix3` on unfinished hashes: a serial chain is only as fast as its longest path, and this one is shorter."""
-    chain = _unfinished_splitmix64(chain, tl.zeros_like(token))
-    chain = _unfinished_splitmix64(chain, token)
-    return _unfinished_splitmix64(chain, position)
-
-
-@triton.jit
 def as_u64(value):
     """The same 64 bits, unsigned."""
     return value.to(tl.uint64, bitcast=True)

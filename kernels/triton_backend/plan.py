@@ -27,8 +27,9 @@ _MAX_LEN: tl.constexpr = tl.constexpr(2**48)
 _MIN_BLOCK: Final = 16
 _PAST_ANY_ENTRY: tl.constexpr = tl.constexpr(2**62)
 
-_ENTRIES_PER_PROGRAM: Final = 16 if INTERPRETED else 1024
-_PROGRAMS_PER_SM: Final = 4
+_SMALL_BLOCK: Final = 16 if INTERPRETED else 256
+_BLOCK: Final = 64 if INTERPRETED else 1024
+_PROGRAMS_PER_SM: Final = 2
 _REGISTER_MAX_REQS: Final = 4096
 """Up to here every program holds the scan of the whole batch in registers; past it, it searches the stored one."""
 
@@ -155,6 +156,144 @@ def _gather_entries(
     return tl.sum(skipped.to(tl.int32), axis=0)
 
 
+@triton.jit
+def _store_entries(
+    rank,  # this program's place among those that store entries; below 0 it stores none
+    num_ranks,
+    num_stored,
+    demand,
+    cursor,
+    ends,  # [BLOCK_REQS] int64: the entries up to each request's last, unless SEARCH
+    req,  # [BLOCK_REQS] int32
+    req_pool_indices_ptr,
+    prefix_lens_ptr,
+    req_to_token_ptr,
+    map_ptr,
+    pool_ptr,
+    pool_lens_ptr,
+    offsets_ptr,
+    slots_ptr,
+    tokens_ptr,
+    positions_ptr,
+    prev_slots_ptr,
+    num_reqs,
+    num_rows,
+    row_width,
+    row_stride,
+    map_len,
+    pool_rows,
+    pool_width,
+    pool_stride,
+    token_offset,
+    window,
+    ROTATE: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    HAS_POOL: tl.constexpr,
+    BLOCK_REQS: tl.constexpr,
+    SEARCH: tl.constexpr,
+    SEARCH_LEVELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store the entries in blocks, every `num_ranks`-th block here. Returns how many had to be skipped, int32."""
+    num_skipped = tl.zeros([], tl.int32)
+    first = tl.where(rank < 0, num_stored, rank.to(tl.int64) * BLOCK)
+    step = num_ranks.to(tl.int64) * BLOCK
+    for start in range(first, num_stored, step):
+        place = start + tl.arange(0, BLOCK)
+        live = place < num_stored
+        is_whole = False
+        owner = tl.zeros([], tl.int32)
+        if not SEARCH:
+            # Requests that end up to the block's start, and before its end, counted in one reduction.
+            ended = (ends <= start).to(tl.int32) + ((ends < start + BLOCK).to(tl.int32) << 16)
+            num_ended = tl.sum(ended, axis=0)
+            owner = num_ended & 0xFFFF
+            is_whole = (start + BLOCK <= num_stored) & (owner == num_ended >> 16)
+        if is_whole:
+            # Long prefixes fill whole blocks: one request owns all of it, and nothing has to be searched.
+            one_prefix = tl.load(prefix_lens_ptr + owner)
+            one_pool_len = tl.zeros([], tl.int64)
+            if HAS_POOL:
+                one_pool_len = tl.load(pool_lens_ptr + owner)
+            one_begin = tl.max(tl.where(ends <= start, ends, 0), axis=0)
+            num_skipped += _gather_entries(
+                place,
+                _window_start(one_prefix, window) - one_begin + place,
+                live,
+                tl.load(req_pool_indices_ptr + owner),
+                one_pool_len,
+                req_to_token_ptr,
+                map_ptr,
+                pool_ptr,
+                slots_ptr,
+                tokens_ptr,
+                positions_ptr,
+                prev_slots_ptr,
+                num_rows,
+                row_width,
+                row_stride,
+                map_len,
+                pool_rows,
+                pool_width,
+                pool_stride,
+                token_offset,
+                HAS_MAP,
+                HAS_POOL,
+                BLOCK,
+                True,
+            )
+        else:
+            entry = place
+            if ROTATE:
+                entry = place + cursor
+                entry = tl.where(entry >= demand, entry - demand, entry)
+            if SEARCH:
+                # The owner is the last request that starts at or before the entry.
+                owners = tl.zeros([BLOCK], tl.int32)
+                for level in tl.static_range(SEARCH_LEVELS):
+                    later = owners + (BLOCK_REQS >> (level + 1))
+                    reached = live & (later < num_reqs)
+                    begins = tl.load(offsets_ptr + later, mask=reached, other=0)
+                    owners = tl.where(reached & (begins <= entry), later, owners)
+            else:
+                # Count the requests that end at each entry and sum up, instead of searching entry by entry.
+                ends_here = (req < num_reqs) & (ends > start) & (ends < start + BLOCK)
+                counts = tl.histogram((ends - start).to(tl.int32), BLOCK, mask=ends_here)
+                owners = owner + tl.cumsum(counts, axis=0)
+            prefixes = tl.load(prefix_lens_ptr + owners, mask=live, other=0)
+            pool_lens = tl.zeros([BLOCK], tl.int64)
+            if HAS_POOL:
+                pool_lens = tl.load(pool_lens_ptr + owners, mask=live, other=0)
+            begins = tl.load(offsets_ptr + owners, mask=live, other=0)
+            num_skipped += _gather_entries(
+                place,
+                _window_start(prefixes, window) + (entry - begins),
+                live,
+                tl.load(req_pool_indices_ptr + owners, mask=live, other=0),
+                pool_lens,
+                req_to_token_ptr,
+                map_ptr,
+                pool_ptr,
+                slots_ptr,
+                tokens_ptr,
+                positions_ptr,
+                prev_slots_ptr,
+                num_rows,
+                row_width,
+                row_stride,
+                map_len,
+                pool_rows,
+                pool_width,
+                pool_stride,
+                token_offset,
+                HAS_MAP,
+                HAS_POOL,
+                BLOCK,
+                False,
+            )
+    return num_skipped
+
+
 _SIZES: Final = [
     "num_reqs",
     "num_rows",
@@ -213,6 +352,7 @@ def _plan_kernel(
     BLOCK_REQS: tl.constexpr,
     SEARCH: tl.constexpr,
     SEARCH_LEVELS: tl.constexpr,
+    SMALL_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Plan a batch. Grid: (1,) for offsets alone, any number for entries alone, at least 2 fused."""
@@ -275,105 +415,86 @@ def _plan_kernel(
             if overflows:
                 cursor = tl.load(cursor_ptr) % demand
                 cursor = tl.where(cursor < 0, cursor + demand, cursor)
-        num_skipped = tl.zeros([], tl.int32)
         # Fused, the first program has the write plan to store and takes no entries.
         rank = program - 1 if OFFSETS else program
         num_ranks = tl.num_programs(0) - 1 if OFFSETS else tl.num_programs(0)
-        first = tl.where(rank < 0, num_stored, rank.to(tl.int64) * BLOCK)
-        step = num_ranks.to(tl.int64) * BLOCK
-        for start in range(first, num_stored, step):
-            place = start + tl.arange(0, BLOCK)
-            live = place < num_stored
-            is_whole = False
-            owner = tl.zeros([], tl.int32)
-            if not SEARCH:
-                # Requests that end up to the block's start, and before its end, counted in one reduction.
-                ended = (ends <= start).to(tl.int32) + ((ends < start + BLOCK).to(tl.int32) << 16)
-                num_ended = tl.sum(ended, axis=0)
-                owner = num_ended & 0xFFFF
-                is_whole = (start + BLOCK <= num_stored) & (owner == num_ended >> 16)
-            if is_whole:
-                # Long prefixes fill whole blocks: one request owns all of it, and nothing has to be searched.
-                one_prefix = tl.load(prefix_lens_ptr + owner)
-                one_pool_len = tl.zeros([], tl.int64)
-                if HAS_POOL:
-                    one_pool_len = tl.load(pool_lens_ptr + owner)
-                one_begin = tl.max(tl.where(ends <= start, ends, 0), axis=0)
-                num_skipped += _gather_entries(
-                    place,
-                    _window_start(one_prefix, window) - one_begin + place,
-                    live,
-                    tl.load(req_pool_indices_ptr + owner),
-                    one_pool_len,
-                    req_to_token_ptr,
-                    map_ptr,
-                    pool_ptr,
-                    slots_ptr,
-                    tokens_ptr,
-                    positions_ptr,
-                    prev_slots_ptr,
-                    num_rows,
-                    row_width,
-                    row_stride,
-                    map_len,
-                    pool_rows,
-                    pool_width,
-                    pool_stride,
-                    token_offset,
-                    HAS_MAP,
-                    HAS_POOL,
-                    BLOCK,
-                    True,
-                )
-            else:
-                entry = place
-                if ROTATE:
-                    entry = place + cursor
-                    entry = tl.where(entry >= demand, entry - demand, entry)
-                if SEARCH:
-                    # The owner is the last request that starts at or before the entry.
-                    owners = tl.zeros([BLOCK], tl.int32)
-                    for level in tl.static_range(SEARCH_LEVELS):
-                        later = owners + (BLOCK_REQS >> (level + 1))
-                        reached = live & (later < num_reqs)
-                        begins = tl.load(offsets_ptr + later, mask=reached, other=0)
-                        owners = tl.where(reached & (begins <= entry), later, owners)
-                else:
-                    # Count the requests that end at each entry and sum up, instead of searching entry by entry.
-                    ends_here = (req < num_reqs) & (ends > start) & (ends < start + BLOCK)
-                    counts = tl.histogram((ends - start).to(tl.int32), BLOCK, mask=ends_here)
-                    owners = owner + tl.cumsum(counts, axis=0)
-                prefixes = tl.load(prefix_lens_ptr + owners, mask=live, other=0)
-                pool_lens = tl.zeros([BLOCK], tl.int64)
-                if HAS_POOL:
-                    pool_lens = tl.load(pool_lens_ptr + owners, mask=live, other=0)
-                begins = tl.load(offsets_ptr + owners, mask=live, other=0)
-                num_skipped += _gather_entries(
-                    place,
-                    _window_start(prefixes, window) + (entry - begins),
-                    live,
-                    tl.load(req_pool_indices_ptr + owners, mask=live, other=0),
-                    pool_lens,
-                    req_to_token_ptr,
-                    map_ptr,
-                    pool_ptr,
-                    slots_ptr,
-                    tokens_ptr,
-                    positions_ptr,
-                    prev_slots_ptr,
-                    num_rows,
-                    row_width,
-                    row_stride,
-                    map_len,
-                    pool_rows,
-                    pool_width,
-                    pool_stride,
-                    token_offset,
-                    HAS_MAP,
-                    HAS_POOL,
-                    BLOCK,
-                    False,
-                )
+        # Small blocks while they can spread over all programs at once, large ones to amortise what a block costs.
+        if num_stored <= num_ranks.to(tl.int64) * SMALL_BLOCK:
+            num_skipped = _store_entries(
+                rank,
+                num_ranks,
+                num_stored,
+                demand,
+                cursor,
+                ends,
+                req,
+                req_pool_indices_ptr,
+                prefix_lens_ptr,
+                req_to_token_ptr,
+                map_ptr,
+                pool_ptr,
+                pool_lens_ptr,
+                offsets_ptr,
+                slots_ptr,
+                tokens_ptr,
+                positions_ptr,
+                prev_slots_ptr,
+                num_reqs,
+                num_rows,
+                row_width,
+                row_stride,
+                map_len,
+                pool_rows,
+                pool_width,
+                pool_stride,
+                token_offset,
+                window,
+                ROTATE,
+                HAS_MAP,
+                HAS_POOL,
+                BLOCK_REQS,
+                SEARCH,
+                SEARCH_LEVELS,
+                SMALL_BLOCK,
+            )
+        else:
+            num_skipped = _store_entries(
+                rank,
+                num_ranks,
+                num_stored,
+                demand,
+                cursor,
+                ends,
+                req,
+                req_pool_indices_ptr,
+                prefix_lens_ptr,
+                req_to_token_ptr,
+                map_ptr,
+                pool_ptr,
+                pool_lens_ptr,
+                offsets_ptr,
+                slots_ptr,
+                tokens_ptr,
+                positions_ptr,
+                prev_slots_ptr,
+                num_reqs,
+                num_rows,
+                row_width,
+                row_stride,
+                map_len,
+                pool_rows,
+                pool_width,
+                pool_stride,
+                token_offset,
+                window,
+                ROTATE,
+                HAS_MAP,
+                HAS_POOL,
+                BLOCK_REQS,
+                SEARCH,
+                SEARCH_LEVELS,
+                BLOCK,
+            )
         _count_skipped(skipped_ptr, num_skipped)
 
 
@@ -402,7 +523,7 @@ def _warps(block_reqs: int) -> int:
 def _num_programs(num_reqs: int, row_width: int, window: int, capacity: int, device: torch.device) -> int:
     """Programs for the most entries that this shape can store: the true number is known on the device alone."""
     most = num_reqs * min(row_width, window) if window > 0 else num_reqs * row_width
-    blocks = triton.cdiv(min(most, capacity), _ENTRIES_PER_PROGRAM)
+    blocks = triton.cdiv(min(most, capacity), _SMALL_BLOCK)
     return max(1, min(blocks, _PROGRAMS_PER_SM * num_multiprocessors(device) - 1))
 
 
@@ -470,7 +591,7 @@ def plan_offsets(
             out_write_offsets.shape[0],
         ),
         (),
-        (True, False, overflow_rotate, mapping is not None, False, block_reqs, False, 0, _MIN_BLOCK),
+        (True, False, overflow_rotate, mapping is not None, False, block_reqs, False, 0, _MIN_BLOCK, _MIN_BLOCK),
         _warps(block_reqs),
     )
 
@@ -686,7 +807,8 @@ def _launch_entries(
             block_reqs,
             rotates or block_reqs > _REGISTER_MAX_REQS,
             block_reqs.bit_length() - 1,
-            _ENTRIES_PER_PROGRAM,
+            _SMALL_BLOCK,
+            _BLOCK,
         ),
         _warps(block_reqs),
     )

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Final
 import triton
 import triton.language as tl
 
-from ..layout import FailReason, SlotField
+from ..layout import WORD_BYTES, FailReason, SlotField
 from .device import INTERPRETED, num_multiprocessors, skipped_entries
 from .fold import SOURCE_SIZES, fold_args, fold_sources
-from .hashing import HEAD_HASH, advance, as_i64, as_u64, finished, mix3, unfinished
+from .hashing import HEAD_HASH, as_i64, as_u64, mix3
 from .launch import launch
 from .violations import append_violations
 
@@ -34,7 +34,7 @@ _BAD_POSITION: tl.constexpr = tl.constexpr(int(FailReason.WRITE_POSITION_MISMATC
 _SIZES: Final = [
     "req_capacity",
     "num_tokens",
-    "slot_bytes",
+    "slot_pairs",
     "num_records",
     "num_slots",
     "ring_rows",
@@ -44,27 +44,44 @@ _SIZES: Final = [
 
 
 @triton.jit
-def _record_ptr(words_ptr, slot, slot_bytes):
+def _record_ptr(words_ptr, slot, slot_pairs, PAIRED: tl.constexpr):
+    """Address of a slot's record; records lie a whole number of word pairs apart if PAIRED."""
     # A buffer of 2**32 records is larger than any device: one 32 x 32 -> 64 bit product addresses it.
-    offset = slot.to(tl.uint32).to(tl.uint64) * slot_bytes.to(tl.uint32).to(tl.uint64)
-    return words_ptr + (offset >> 3)
+    offset = slot.to(tl.uint32).to(tl.uint64) * slot_pairs.to(tl.uint32).to(tl.uint64)
+    if PAIRED:
+        offset = tl.multiple_of(offset * 2, 2)
+    return words_ptr + offset
 
 
 @triton.jit
-def _store_record(words_ptr, slot, slot_bytes, token, position, chain, live, HAS_SOURCES: tl.constexpr):
-    record_ptr = _record_ptr(words_ptr, slot, slot_bytes)
-    tl.store(record_ptr + _TOKEN, token, mask=live)
-    tl.store(record_ptr + _POSITION, position, mask=live)
-    tl.store(record_ptr + _PREV_HASH, as_i64(chain), mask=live)
-    if not HAS_SOURCES:
-        tl.store(record_ptr + _REAL_KV_HASH, tl.zeros_like(token), mask=live)
+def _store_pair(ptr, first, second, live, PAIRED: tl.constexpr):
+    if PAIRED:
+        # Two neighbouring words go as one store of 16 bytes.
+        pair_ptr = ptr[:, None] + tl.arange(0, 2)[None, :]
+        tl.store(pair_ptr, tl.join(first, second), mask=live[:, None])
+    else:
+        tl.store(ptr, first, mask=live)
+        tl.store(ptr + 1, second, mask=live)
+
+
+@triton.jit
+def _store_record(
+    words_ptr, slot, slot_pairs, token, position, chain, live, HAS_SOURCES: tl.constexpr, PAIRED: tl.constexpr
+):
+    """Store a record in the order of its words: TOKEN POSITION PREV_HASH REAL_KV_HASH, the last by the fold if any."""
+    record_ptr = _record_ptr(words_ptr, slot, slot_pairs, PAIRED)
+    _store_pair(record_ptr + _TOKEN, token, position, live, PAIRED)
+    if HAS_SOURCES:
+        tl.store(record_ptr + _PREV_HASH, as_i64(chain), mask=live)
+    else:
+        _store_pair(record_ptr + _PREV_HASH, as_i64(chain), tl.zeros_like(token), live, PAIRED)
 
 
 @triton.jit
 def _step(
     index,  # [BLOCK_REQS] int64: one token of every request
     live,  # [BLOCK_REQS] bool
-    chain,  # [BLOCK_REQS] uint64, unfinished, and so the rest of the state
+    chain,  # [BLOCK_REQS] uint64, and so the rest of the state
     last_position,
     num_stored,
     num_outside,
@@ -77,12 +94,13 @@ def _step(
     want_positions_ptr,
     ring_ptr,
     write_index_ptr,
-    slot_bytes,
+    slot_pairs,
     num_slots,
     ring_rows,
     launch_tag,
     CHECK_INPUT: tl.constexpr,
     HAS_SOURCES: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):
     """Check and store one token of every request. Returns the state after it."""
     slot = tl.load(cache_loc_ptr + index, mask=live, other=-1)
@@ -104,7 +122,7 @@ def _step(
             position,
             token,
             want_token,
-            as_i64(finished(chain)),
+            as_i64(chain),
             want_position,
         )
     next_position = last_position + 1
@@ -118,24 +136,24 @@ def _step(
         position,
         token,
         token,
-        as_i64(finished(chain)),
+        as_i64(chain),
         next_position,
     )
-    _store_record(words_ptr, slot, slot_bytes, token, position, finished(chain), stored, HAS_SOURCES)
+    _store_record(words_ptr, slot, slot_pairs, token, position, chain, stored, HAS_SOURCES, PAIRED)
     last_position = tl.where(stored, position, last_position)
     num_stored += stored.to(tl.int32)
     num_outside += (slot >= num_slots).to(tl.int32)
-    chain = tl.where(stored, advance(chain, as_u64(token), as_u64(position)), chain)
+    chain = tl.where(stored, mix3(chain, as_u64(token), as_u64(position)), chain)
     return chain, last_position, num_stored, num_outside
 
 
 @triton.jit
-def _load_group(ptr, index, live, last, UNROLL: tl.constexpr):
-    """UNROLL values of every request, as a tuple of [BLOCK_REQS], the last of which is there already."""
+def _load_group(ptr, index, UNROLL: tl.constexpr):
+    """UNROLL values of every request, as a tuple of [BLOCK_REQS]."""
     steps = ()
-    for step in tl.static_range(UNROLL - 1):
-        steps = steps + (tl.load(ptr + index + step, mask=live),)  # noqa: RUF005
-    return steps + (last,)  # noqa: RUF005
+    for step in tl.static_range(UNROLL):
+        steps = steps + (tl.load(ptr + index + step),)  # noqa: RUF005
+    return steps
 
 
 @triton.jit
@@ -155,13 +173,14 @@ def _walk_chains(
     skipped_ptr,
     num_reqs,
     num_tokens,
-    slot_bytes,
+    slot_pairs,
     num_records,
     num_slots,
     ring_rows,
     launch_tag,
     CHECK_INPUT: tl.constexpr,
     HAS_SOURCES: tl.constexpr,
+    PAIRED: tl.constexpr,
     BLOCK_REQS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
@@ -180,65 +199,75 @@ def _walk_chains(
     bad_seed = has_tokens & (seed >= num_records)
     num_outside += bad_seed.to(tl.int32)
     seeded = has_tokens & (seed >= 0) & (seed < num_records)
-    seed_ptr = _record_ptr(words_ptr, seed, slot_bytes)
+    seed_ptr = _record_ptr(words_ptr, seed, slot_pairs, PAIRED)
     seed_token = tl.load(seed_ptr + _TOKEN, mask=seeded, other=0)
     last_position = tl.load(seed_ptr + _POSITION, mask=seeded, other=0)
     seed_hash = tl.load(seed_ptr + _PREV_HASH, mask=seeded, other=0)
     head = tl.full([BLOCK_REQS], HEAD_HASH, tl.uint64)
-    chain = unfinished(tl.where(seeded, mix3(as_u64(seed_hash), as_u64(seed_token), as_u64(last_position)), head))
+    chain = tl.where(seeded, mix3(as_u64(seed_hash), as_u64(seed_token), as_u64(last_position)), head)
     follows = seeded & (assert_flag != 0)
 
     num_stored = tl.zeros([BLOCK_REQS], tl.int32)
     count = tl.maximum(end - begin, 0)
     whole = count // UNROLL * UNROLL
-    if UNROLL > 1:
-        # A group's last values load one group early: they bring the group's cache lines along.
-        ahead = begin + (UNROLL - 1)
-        last_slot = tl.load(cache_loc_ptr + ahead, mask=whole > 0)
-        last_token = tl.load(input_ids_ptr + ahead, mask=whole > 0)
-        group_position = tl.load(positions_ptr + ahead, mask=whole > 0)
-        for start in range(0, tl.max(whole, axis=0), UNROLL):
+    longest = tl.max(whole, axis=0)
+    if longest > 0:
+        # Requests without a group of their own read the first tokens, which are there, rather than under a mask.
+        index = tl.where(whole > 0, begin, 0)
+        slots = _load_group(cache_loc_ptr, index, UNROLL)
+        tokens = _load_group(input_ids_ptr, index, UNROLL)
+        positions = _load_group(positions_ptr, index, UNROLL)
+        for start in range(0, longest, UNROLL):
             live = start < whole
-            index = begin + start
-            slots = _load_group(cache_loc_ptr, index, live, last_slot, UNROLL)
-            tokens = _load_group(input_ids_ptr, index, live, last_token, UNROLL)
-            positions = _load_group(positions_ptr, index, live, group_position, UNROLL)
-            ahead = index + (2 * UNROLL - 1)
-            more = start + UNROLL < whole
-            last_slot = tl.load(cache_loc_ptr + ahead, mask=more)
-            last_token = tl.load(input_ids_ptr + ahead, mask=more)
-            group_position = tl.load(positions_ptr + ahead, mask=more)
-
-            # Hash as if all were well, and find out meanwhile: nothing is stored before that is known.
-            after = chain
-            hashes = ()
-            before = last_position
-            bad = live & (as_u64(slots[0]) >= num_slots)
+            index = tl.where(live, begin + start, 0)
+            next_index = tl.where(start + UNROLL < whole, begin + (start + UNROLL), 0)
+            # A group that has nothing to report is stored without looking at its tokens one by one. Words of the bits
+            # that would have to be 0 are gathered first: a compare each would cost as much as a third of the hash.
+            slot_bits = tl.zeros([BLOCK_REQS], tl.uint64)
+            position_bits = tl.zeros([BLOCK_REQS], tl.uint64)
+            input_bits = tl.zeros([BLOCK_REQS], tl.uint64)
+            largest = tl.zeros([BLOCK_REQS], tl.uint32)
+            next_position = as_u64(last_position + 1)
             for step in tl.static_range(UNROLL):
-                hashes = hashes + (finished(after),)  # noqa: RUF005
-                after = advance(after, as_u64(tokens[step]), as_u64(positions[step]))
-                bad = bad | (live & (as_u64(slots[step]) >= num_slots))
-                bad = bad | (live & follows & (positions[step] != before + 1))
+                slot_bits |= as_u64(slots[step])
+                largest = tl.maximum(largest, slots[step].to(tl.uint32))
+                # Exact while the low words do not carry; if they do, the group is looked at.
+                low = (as_u64(positions[step]).to(tl.uint32) - step) ^ next_position.to(tl.uint32)
+                high = (as_u64(positions[step]) ^ next_position) >> 32
+                position_bits |= low.to(tl.uint64) | high
                 if CHECK_INPUT:
-                    want_token = tl.load(want_tokens_ptr + index + step, mask=live)
-                    want_position = tl.load(want_positions_ptr + index + step, mask=live)
-                    bad = bad | (live & ((tokens[step] != want_token) | (positions[step] != want_position)))
-                before = positions[step]
+                    input_bits |= as_u64(tokens[step] ^ tl.load(want_tokens_ptr + index + step))
+                    input_bits |= as_u64(positions[step] ^ tl.load(want_positions_ptr + index + step))
+            bad = ((slot_bits >> 32) != 0) | (largest >= num_slots) | (input_bits != 0)
+            bad = live & (bad | (follows & (position_bits != 0)))
             if tl.max(bad.to(tl.int32), axis=0) == 0:
+                after = chain
+                next_slots = ()
+                next_tokens = ()
+                next_positions = ()
                 for step in tl.static_range(UNROLL):
                     _store_record(
                         words_ptr,
                         slots[step],
-                        slot_bytes,
+                        slot_pairs,
                         tokens[step],
                         positions[step],
-                        hashes[step],
+                        after,
                         live,
                         HAS_SOURCES,
+                        PAIRED,
                     )
+                    after = mix3(after, as_u64(tokens[step]), as_u64(positions[step]))
+                    # The next group loads in the shadow of the hash, a token a step.
+                    next_slots = next_slots + (tl.load(cache_loc_ptr + next_index + step),)  # noqa: RUF005
+                    next_tokens = next_tokens + (tl.load(input_ids_ptr + next_index + step),)  # noqa: RUF005
+                    next_positions = next_positions + (tl.load(positions_ptr + next_index + step),)  # noqa: RUF005
                 chain = tl.where(live, after, chain)
-                last_position = tl.where(live, before, last_position)
+                last_position = tl.where(live, positions[UNROLL - 1], last_position)
                 num_stored += tl.where(live, UNROLL, 0)
+                slots = next_slots
+                tokens = next_tokens
+                positions = next_positions
             else:
                 for again in range(UNROLL):
                     chain, last_position, num_stored, num_outside = _step(
@@ -257,13 +286,17 @@ def _walk_chains(
                         want_positions_ptr,
                         ring_ptr,
                         write_index_ptr,
-                        slot_bytes,
+                        slot_pairs,
                         num_slots,
                         ring_rows,
                         launch_tag,
                         CHECK_INPUT,
                         HAS_SOURCES,
+                        PAIRED,
                     )
+                slots = _load_group(cache_loc_ptr, next_index, UNROLL)
+                tokens = _load_group(input_ids_ptr, next_index, UNROLL)
+                positions = _load_group(positions_ptr, next_index, UNROLL)
     for one in range(tl.max(count - whole, axis=0)):
         rest = whole + one
         chain, last_position, num_stored, num_outside = _step(
@@ -282,12 +315,13 @@ def _walk_chains(
             want_positions_ptr,
             ring_ptr,
             write_index_ptr,
-            slot_bytes,
+            slot_pairs,
             num_slots,
             ring_rows,
             launch_tag,
             CHECK_INPUT,
             HAS_SOURCES,
+            PAIRED,
         )
 
     tl.atomic_add(slot_counter_ptr, tl.sum(num_stored, axis=0).to(tl.int64), sem="relaxed")
@@ -298,7 +332,7 @@ def _walk_chains(
 
 @triton.jit(do_not_specialize=[*_SIZES, *SOURCE_SIZES])
 def _write_kernel(
-    canary_ptr,  # [num_records, slot_bytes] uint8, inout
+    canary_ptr,  # [num_records, ..] uint8, inout: records slot_pairs pairs of words apart, or words if not PAIRED
     offsets_ptr,  # [req_capacity + 1] int64
     seeds_ptr,  # [req_capacity] int64
     num_valid_reqs_ptr,  # [1] int32
@@ -315,7 +349,7 @@ def _write_kernel(
     skipped_ptr,  # [1] int64, inout
     req_capacity,
     num_tokens,
-    slot_bytes,
+    slot_pairs,
     num_records,
     num_slots,  # at most num_records: slots below this have bytes in every source too
     ring_rows,
@@ -342,6 +376,7 @@ def _write_kernel(
     address_2,
     address_3,
     CHECK_INPUT: tl.constexpr,
+    PAIRED: tl.constexpr,
     NUM_SOURCES: tl.constexpr,
     PAGED: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -373,13 +408,14 @@ def _write_kernel(
                 skipped_ptr,
                 num_reqs,
                 num_tokens,
-                slot_bytes,
+                slot_pairs,
                 num_records,
                 num_slots,
                 ring_rows,
                 launch_tag,
                 CHECK_INPUT,
                 NUM_SOURCES > 0,
+                PAIRED,
                 BLOCK_REQS,
                 UNROLL,
             )
@@ -421,7 +457,9 @@ def _write_kernel(
                 BLOCK,
             )
             # Two tokens of one slot store the same value here, so their order does not matter.
-            tl.store(_record_ptr(words_ptr, slot, slot_bytes) + _REAL_KV_HASH, as_i64(real_kv_hash), mask=stored)
+            tl.store(
+                _record_ptr(words_ptr, slot, slot_pairs, PAIRED) + _REAL_KV_HASH, as_i64(real_kv_hash), mask=stored
+            )
 
 
 _UNROLL: Final = 2 if INTERPRETED else 16
@@ -448,6 +486,7 @@ def write(
     """
     canary_buf = context.canary_buf
     num_records, slot_bytes = canary_buf.shape
+    paired = slot_bytes % (2 * WORD_BYTES) == 0
     fold = fold_args(context)
     num_tokens = input_ids.shape[0]
     req_capacity = plan.write_seed_slot_indices.shape[0]
@@ -479,7 +518,7 @@ def write(
         (
             req_capacity,
             num_tokens,
-            slot_bytes,
+            slot_bytes // WORD_BYTES // (2 if paired else 1),
             num_records,
             min(num_records, fold.num_slots),
             context.violation_ring.shape[0],
@@ -490,6 +529,7 @@ def write(
         fold.addresses,
         (
             enable_write_input_assert,
+            paired,
             fold.num_sources,
             fold.paged,
             fold.chunk,
