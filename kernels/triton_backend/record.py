@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import triton
 import triton.language as tl
 
-from ..layout import NOT_MEASURED, PADDING_REQ_POOL_IDX, PROBE_WORDS, ProbeWord
+from ..layout import MAX_REQS_PER_LAUNCH, NOT_MEASURED, PADDING_REQ_POOL_IDX, PROBE_WORDS, ProbeWord
 from .device import INTERPRETED, skipped_entries
 
 if TYPE_CHECKING:
@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 _PADDING: tl.constexpr = tl.constexpr(PADDING_REQ_POOL_IDX)
 _WORDS: tl.constexpr = tl.constexpr(PROBE_WORDS)
 _NOT_MEASURED: tl.constexpr = tl.constexpr(NOT_MEASURED)
-_MAX_LEN: tl.constexpr = tl.constexpr(2**48)
+_MAX_PREFIX: tl.constexpr = tl.constexpr(2**48)
+_MAX_EXTEND: tl.constexpr = tl.constexpr(2**37)
+"""Lengths are clamped here, far past any row of slots, so that the sum of 4096 absurd ones never wraps."""
+
+_COUNT_BITS: tl.constexpr = tl.constexpr(MAX_REQS_PER_LAUNCH.bit_length())
+_COUNT_MASK: tl.constexpr = tl.constexpr((1 << MAX_REQS_PER_LAUNCH.bit_length()) - 1)
 _LAST: tl.constexpr = tl.constexpr(int(ProbeWord.SEQ_END))
 
 _STEP: tl.constexpr = tl.constexpr(int(ProbeWord.STEP))
@@ -58,15 +63,8 @@ STATE_WORDS: Final = 2
 
 
 @triton.jit
-def _combine(bs_a, new_a, demand_a, sum_a, prefix_a, seq_a, bs_b, new_b, demand_b, sum_b, prefix_b, seq_b):
-    return (
-        bs_a + bs_b,
-        new_a + new_b,
-        demand_a + demand_b,
-        sum_a + sum_b,
-        tl.maximum(prefix_a, prefix_b),
-        tl.maximum(seq_a, seq_b),
-    )
+def _combine(new_a, sum_a, prefix_a, seq_a, new_b, sum_b, prefix_b, seq_b):
+    return new_a + new_b, sum_a + sum_b, tl.maximum(prefix_a, prefix_b), tl.maximum(seq_a, seq_b)
 
 
 @triton.jit
@@ -98,6 +96,7 @@ def _probe_kernel(
     RUNNER: tl.constexpr,
     GROUP: tl.constexpr,
     KIND: tl.constexpr,
+    WINDOWED: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -115,12 +114,16 @@ def _probe_kernel(
     prefix = tl.load(prefix_lens_ptr + req, mask=in_batch, other=0)
     extend = tl.load(extend_lens_ptr + req, mask=in_batch, other=0)
     # int64 and clamped before any sum: shared prefixes add up past 2**31, absurd ones must not wrap
-    prefix = tl.where(active, tl.minimum(tl.maximum(prefix, 0), _MAX_LEN), 0)
-    extend = tl.where(active, tl.minimum(tl.maximum(extend, 0), _MAX_LEN), 0)
-    entries = tl.where((window > 0) & (prefix > window), window, prefix)
-    bs, new, demand, prefix_sum, prefix_max, seq_max = tl.reduce(
-        (active.to(tl.int64), extend, entries, prefix, prefix, prefix + extend), 0, _combine
+    prefix = tl.where(active, tl.minimum(tl.maximum(prefix, 0), _MAX_PREFIX), 0)
+    extend = tl.where(active, tl.minimum(tl.maximum(extend, 0), _MAX_EXTEND), 0)
+    # Each reduction costs a round of shuffles in 64 bits, so rows are counted in the low bits of the tokens' sum.
+    packed, prefix_sum, prefix_max, seq_max = tl.reduce(
+        ((extend << _COUNT_BITS) + active.to(tl.int64), prefix, prefix, prefix + extend), 0, _combine
     )
+    new, bs = packed >> _COUNT_BITS, packed & _COUNT_MASK
+    demand = prefix_sum
+    if WINDOWED:
+        demand = tl.sum(tl.minimum(prefix, window), axis=0)
 
     word = tl.arange(0, _WORDS)
     out = tl.full([_WORDS], _NOT_MEASURED, tl.int64)
@@ -159,14 +162,15 @@ def _publish_kernel(
     violation_ring_capacity,
     INTERPRETED: tl.constexpr,
 ):
-    """Put the row into the ring: invalidate, fill, number. Grid: (1,), one warp.
+    """Put the row into the ring: fill it, invalidate the next one, fence, number it. Grid: (1,), one warp.
 
-    Word 0 becomes -seq, the row is filled and its last word becomes seq, word 0 becomes seq; a system-wide fence stands
-    between the three, so that a reader on the host never takes a row that is being overwritten.
+    A reader on the host takes a row only if its first and last words are the same positive seq, so a row must be
+    invalid before it is filled again. Each launch does that for the launch after it: one system-wide fence, about 1 us,
+    then serves both, and the ring holds one row less.
     """
     seq = tl.load(published_ptr) + 1
     row_ptr = ring_ptr + ((seq - 1) % ring_rows) * _WORDS
-    tl.store(row_ptr, -seq)
+    next_ptr = ring_ptr + (seq % ring_rows) * _WORDS
     word = tl.arange(0, _WORDS)
     out = tl.load(scratch_ptr + word)
     planned = tl.load(scratch_ptr + _VERIFY_PLANNED)
@@ -177,16 +181,19 @@ def _publish_kernel(
     out = tl.where(word == _VIOLATION_RING_CAPACITY, violation_ring_capacity, out)
     out = tl.where(word == 0, -seq, out)
     out = tl.where(word == _LAST, seq, out)
-    if not INTERPRETED:
-        _fence_system()
-        tl.debug_barrier()
     tl.store(row_ptr + word, out, mask=word != _LAST)
+    tl.store(next_ptr, -(seq + 1))
     if not INTERPRETED:
         _fence_system()
         tl.debug_barrier()
     tl.store(row_ptr + _LAST, seq)
     tl.store(row_ptr, seq)
     tl.store(published_ptr, seq)
+
+
+def _probe_warps(block: int) -> int:
+    """One warp for a small batch, where a round through shared memory costs more than it saves; measured on an H200."""
+    return 1 if block <= 128 else min(max(block // 128, 4), 8)
 
 
 def probe(
@@ -228,9 +235,10 @@ def probe(
         RUNNER=runner,
         GROUP=group,
         KIND=kind,
+        WINDOWED=call.swa_window_size > 0,
         BLOCK=block,
         INTERPRETED=INTERPRETED,
-        num_warps=min(max(block // 256, 1), 16),
+        num_warps=_probe_warps(block),
     )
 
 
