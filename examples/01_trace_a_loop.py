@@ -106,7 +106,7 @@ def serve(arrivals: list[int]) -> None:
 if __name__ == "__main__":
     traces = sys.argv[1] if len(sys.argv) > 1 else "traces"
     with kv_canary.trace(traces) as session:
-        serve([1 if step % max(2, 12 - step // 10) == 0 else 0 for step in range(90)])
+        serve([1 if step % max(3, 12 - step // 12) == 0 else 0 for step in range(150)])
     print(session.stats)
     for finding in analyze(traces).findings:
         print(f"{finding.severity:9} {finding.capacity or finding.rule}: {finding.reason}")
