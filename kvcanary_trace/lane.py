@@ -78,10 +78,7 @@ class Forward:
 
     def row_of_group(self, group: int) -> list[Any] | None:
         """The group's latest open row."""
-        for row in reversed(self.rows):
-            if row[_GROUP] == group:
-                return row
-        return None
+        return next((row for row in reversed(self.rows) if row[_GROUP] == group), None)
 
 
 assert [ProbeWord.STEP, ProbeWord.FORWARD, ProbeWord.RUNNER, ProbeWord.GROUP, ProbeWord.KIND] == [1, 2, 3, 4, 5]
@@ -96,6 +93,7 @@ class Lane:
         "forward",
         "host",
         "host_reader",
+        "in_range",
         "number",
         "probe_error",
         "publish_half",
@@ -121,6 +119,7 @@ class Lane:
         self.forward: Forward | None = None
         self.step: step | None = None  # innermost step() of this thread; None: forwards begin by themselves
         self.t0_ns = 0
+        self.in_range = False
         self.probe_error: Exception | None = None
 
     def begin_forward(self, group: int) -> Forward:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from importlib import import_module
 from time import perf_counter_ns, time_ns
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,6 +35,7 @@ _VERIFY_CHECKED = int(ProbeWord.VERIFY_CHECKED)
 _VIOLATIONS = int(ProbeWord.VIOLATIONS)
 _VIOLATIONS_NEW = int(ProbeWord.VIOLATIONS_NEW)
 _VIOLATION_RING_CAPACITY = int(ProbeWord.VIOLATION_RING_CAPACITY)
+_ENTRIES_SKIPPED = int(ProbeWord.ENTRIES_SKIPPED)
 _PLAN_NS = int(ProbeWord.PLAN_NS)
 _VERIFY_NS = int(ProbeWord.VERIFY_NS)
 _WRITE_NS = int(ProbeWord.WRITE_NS)
@@ -80,6 +83,7 @@ class Observer:
         self._session = session
         self._local = session.local
         self._requests = requests
+        self._backend_for: Callable[[torch.device], Any] | None = None
         self._rings: dict[int, _WatchedRing] = {}
         self.details = Details()
 
@@ -108,7 +112,8 @@ class Observer:
         session = self._session
         try:
             lane: Lane = self._local.lane
-            if lane.ranges is not None:
+            if lane.in_range and lane.ranges is not None:
+                lane.in_range = False
                 lane.ranges.pop()
             if session.closed:
                 return
@@ -121,7 +126,10 @@ class Observer:
                 row[_PLAN_NS] = spent_ns
                 row[_TIME_NS] = time_ns() if forward.time_ns is None else forward.time_ns
                 if error is None:
-                    read_verify_plan(call[0], row)
+                    plan = call[0]
+                    read_verify_plan(plan, row)
+                    if plan.enable.is_cpu:
+                        row[_ENTRIES_SKIPPED] = self._skipped_entries(plan.enable.device)
                     if lane.probe_error is not None:
                         session.failed(lane.probe_error)
                 lane.probe_error = None
@@ -131,6 +139,13 @@ class Observer:
                 session.note_error(lane.forward, error)
         except Exception as failure:
             session.failed(failure)
+
+    def _skipped_entries(self, device: torch.device) -> int:
+        """Entries that our kernels left out so far on a device of the host."""
+        if self._backend_for is None:
+            # Torch is loaded by now; a session without kernels never needs it.
+            self._backend_for = import_module("kvcanary_trace.kernels.backend").backend_for
+        return int(self._backend_for(device).skipped_entries(device).item())
 
     def _begin_plan(self, lane: Lane, call: PlanCall) -> None:
         group = 1 if call[6] is not None or call[7] > 0 else 0
@@ -144,6 +159,7 @@ class Observer:
             lane.probe_error = error
         if lane.ranges is not None:
             lane.ranges.push(names.PLAN, _GROUP_NAMES[group], _payload(row))
+            lane.in_range = True
 
     def _end_launch(self, lane: Lane, call: VerifyCall | WriteCall, spent_ns: int, error: BaseException | None) -> None:
         context, plan = call
@@ -247,6 +263,7 @@ class Observer:
         name = names.VERIFY if call.__class__ is VerifyCall else names.WRITE
         assert lane.ranges is not None
         lane.ranges.push(name, _TAG_NAME[tag], _payload(row) if row is not None else None)
+        lane.in_range = True
 
 
 def _payload(row: list[Any]) -> int | None:

@@ -175,12 +175,12 @@ class step(Forward):
                 else:
                     self.step = self._given
                     session.saw_step(self._given)
-            lane.step = lane.forward = self
-            self._lane = lane
             if lane.ranges is not None:
                 half = self._half
                 resident = half[_RESIDENT_REQS]
                 lane.ranges.push(names.STEP, MODE_NAMES[half[_MODE]], None if resident == NOT_MEASURED else resident)
+            lane.step = lane.forward = self
+            self._lane = lane
             self._t0_ns = perf_counter_ns()
         except Exception as error:
             session.failed(error)

@@ -21,12 +21,13 @@ from hypothesis import strategies as st
 from launches import read, rows
 
 import kvcanary_trace as kv_canary
-from kvcanary_trace.columns import DURATIONS, steps_batch
+from kvcanary_trace.columns import DURATIONS, requests_batch, steps_batch
 from kvcanary_trace.join import Joined
 from kvcanary_trace.kernels.layout import ProbeWord
 from kvcanary_trace.runfile import Run, new_run_id
 from kvcanary_trace.schema import NOT_MEASURED, STEPS, HostWord
 from kvcanary_trace.sinks import Sink
+from kvcanary_trace.sinks.live import live_tails, read_live
 from kvcanary_trace.sinks.parquet import ParquetSink
 
 _MEASURED = [
@@ -147,8 +148,10 @@ def test_parts_are_sealed_by_age(tmp_path: Path) -> None:
     """A part appears while the session is open, its tail goes, and the run file has counted it."""
     with kv_canary.trace(tmp_path, part_seconds=0.001, flush_interval_s=0.01) as session:
         session.record(step=1)
-        session.flush()
-        session.flush()  # the age is looked at before new rows are taken
+        for _ in range(1000):  # the age is looked at in each flush
+            session.flush()
+            if rows(tmp_path):
+                break
         assert len(rows(tmp_path)) == 1
         assert not list((tmp_path / "_live").glob("steps.*.arrows"))
         (path,) = (tmp_path / "runs").iterdir()
@@ -246,6 +249,32 @@ def test_a_full_disk_loses_nothing_when_space_returns(
     assert [row["step"] for row in rows(tmp_path)] == list(range(12))
     assert session.stats.sink_errors >= 5
     assert sum("ParquetSink failed" in record.message for record in caplog.records) == 1
+
+
+def test_all_tables_of_a_flush_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second table does not fit on the disk: the first is taken back, so offering both again repeats nothing."""
+    from kvcanary_trace.sinks.live import TailFile
+
+    append = TailFile.append
+
+    def full(self: TailFile, message: bytes) -> None:
+        if "requests" in self.path.name:
+            raise OSError(28, "No space left on device")
+        append(self, message)
+
+    requests = requests_batch([(1, 0, 0, 0, 0, *np.array([[3], [5], [1]]))])
+    batches = {"steps": steps_batch(joined([[1] * len(_MEASURED)]), []), "requests": requests}
+    sink = ParquetSink(tmp_path)
+    sink.open(Run(run="both", rank=0))
+    with monkeypatch.context() as patch:
+        patch.setattr(TailFile, "append", full)
+        with pytest.raises(OSError, match="No space"):
+            sink.write(batches)
+    sink.write(batches)
+    live = {tail.table: read_live(tail.path).num_rows for tail in live_tails(tmp_path)}
+    assert live == {"steps": 1, "requests": 1}
+    sink.close()
+    assert len(rows(tmp_path)) == len(rows(tmp_path, "requests")) == 1
 
 
 @pytest.mark.parametrize("bad", [[], 7, [3]])

@@ -55,6 +55,7 @@ def test_a_step_becomes_a_row(tmp_path: Path) -> None:
         "verify_capacity": 100,
         "verify_enabled": True,
         "verify_checked": 30,
+        "entries_skipped": 0,
         "prefix_len_max": 20,
         "prefix_len_sum": 30,
         "seq_len_max": 22,
