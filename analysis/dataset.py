@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvcanary_trace.errors import DatasetError, SchemaError
+from kvcanary_trace.pressure.capacities import CAPACITIES
 from kvcanary_trace.schema import SCHEMA_VERSION, STEPS, TABLES, Table
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ __all__ = ["Dataset", "Part", "Run", "load", "open_dataset"]
 
 _PARTITION: Final = re.compile(r"run=(?P<run>[^/]+)/rank=(?P<rank>\d+)/[^/]+\.parquet$")
 _MEMORY_LIMIT: Final = "700MB"
+_OFTEN_CONSTANT: Final = frozenset({"runner", "group", "kind", *(capacity.limit for capacity in CAPACITIES)})
 _MAX_THREADS: Final = 4  # each reads row groups of its own: memory, not only speed
 
 
@@ -86,6 +88,7 @@ class Part:
     rows: int
     columns: frozenset[str]
     steps: tuple[int, int] | None = None
+    constants: Mapping[str, int | str] = field(default_factory=dict)  # columns that hold this value in every row
 
 
 class Dataset:
@@ -123,6 +126,12 @@ class Dataset:
             low_high = pc.min_max(tail["step"]).as_py()
             ranges.append((low_high["min"], low_high["max"]))
         return min(low for low, _ in ranges), max(high for _, high in ranges)
+
+    @property
+    def constants(self) -> Mapping[str, int | str]:
+        """Limits and names that hold one value in every row of `steps`."""
+        tail = self.tails.get(STEPS.name)
+        return {} if tail is not None and tail.num_rows else _shared_constants(self.parts[STEPS.name])
 
     @property
     def missing_ranks(self) -> dict[str, list[int]]:
@@ -174,16 +183,27 @@ class Dataset:
             by_columns.setdefault(part.columns, []).append(part)
         for columns, parts in by_columns.items():
             files = ", ".join(_quoted(_glob_escaped(str(part.path))) for part in parts)
-            selected = ", ".join(f'"{n}"' if n in columns else f'NULL::{_sql_type(table, n)} AS "{n}"' for n in names)
+            constants = _shared_constants(parts)
+            selected = []
+            for name in names:
+                if name not in columns:
+                    selected.append(f'NULL::{_sql_type(table, name)} AS "{name}"')
+                elif name in constants:
+                    # Limits hardly ever change: as a literal one is folded into every expression, and never decoded.
+                    value = constants[name]
+                    literal = _quoted(value) if isinstance(value, str) else str(value)
+                    selected.append(f'{literal}::{_sql_type(table, name)} AS "{name}"')
+                else:
+                    selected.append(f'"{name}"')
             sources.append(
-                f"SELECT {selected}, run, rank FROM read_parquet([{files}], hive_partitioning = true, "
+                f"SELECT {', '.join(selected)}, run, rank FROM read_parquet([{files}], hive_partitioning = true, "
                 "hive_types = {'run': VARCHAR, 'rank': BIGINT})"
             )
         tail = self.tails.get(table.name)
         if tail is not None and tail.num_rows:
             connection.register(f"_live_{table.name}", tail)
-            selected = ", ".join(f'"{name}"' for name in [*names, "run", "rank"])
-            sources.append(f"SELECT {selected} FROM _live_{table.name}")
+            columns_sql = ", ".join(f'"{name}"' for name in [*names, "run", "rank"])
+            sources.append(f"SELECT {columns_sql} FROM _live_{table.name}")
         if not sources:
             nulls = ", ".join(f'NULL::{_sql_type(table, name)} AS "{name}"' for name in names)
             sources.append(f"SELECT {nulls}, NULL::VARCHAR AS run, NULL::BIGINT AS rank WHERE false")
@@ -293,8 +313,11 @@ def _sealed_parts(root: Path, table: Table) -> Iterator[Part]:
             got = schema.field(column.name).type if column.name in columns else column.type
             if not _compatible(got, column.type):
                 raise SchemaError(f"{path} has column {column.name!r} as {got}, the record as {column.type}")
-        steps = _step_range(path, metadata) if metadata.num_rows and table is STEPS else None
-        yield Part(path, match["run"], int(match["rank"]), metadata.num_rows, columns, steps)
+        run, rank, rows = match["run"], int(match["rank"]), metadata.num_rows
+        if rows and table is STEPS:
+            yield Part(path, run, rank, rows, columns, _step_range(path, metadata), _constants(metadata))
+        else:
+            yield Part(path, run, rank, rows, columns)
 
 
 def _version_of(metadata: Mapping[bytes, bytes]) -> int:
@@ -328,6 +351,34 @@ def _step_range(path: Path, metadata: Any) -> tuple[int, int]:
         low_high = pc.min_max(pq.read_table(path, columns=["step"], partitioning=None)["step"]).as_py()
         return int(low_high["min"]), int(low_high["max"])
     return min(int(one.min) for one in statistics), max(int(one.max) for one in statistics)
+
+
+def _constants(metadata: Any) -> dict[str, int | str]:
+    """Columns of a part whose statistics say that they hold one value and no null."""
+    constants: dict[str, int | str] = {}
+    first = metadata.row_group(0)
+    for index in range(first.num_columns):
+        name = first.column(index).path_in_schema
+        if name not in _OFTEN_CONSTANT:
+            continue
+        values = set()
+        for k in range(metadata.num_row_groups):
+            one = metadata.row_group(k).column(index).statistics
+            if one is None or not one.has_min_max or not one.has_null_count or one.null_count or one.min != one.max:
+                break
+            values.add(one.min)
+        else:
+            if len(values) == 1:
+                constants[name] = values.pop()
+    return constants
+
+
+def _shared_constants(parts: Sequence[Part]) -> dict[str, int | str]:
+    """Those that all parts with rows agree on."""
+    filled = [part.constants for part in parts if part.rows]
+    if not filled:
+        return {}
+    return {name: value for name, value in filled[0].items() if all(other.get(name) == value for other in filled[1:])}
 
 
 def _read_tails(root: Path) -> dict[str, pa.Table]:

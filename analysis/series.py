@@ -127,25 +127,26 @@ def read_series(connection: Connection, dataset: Dataset, until: int | None) -> 
     buckets = min(MAX_BUCKETS, max(500, _MAX_CELLS // max(1, len(dataset.runs))))
     width = max(1, -(-(high - low + 1) // buckets))
     where = "" if until is None else f"WHERE step <= {int(until)}"
-    per_capacity = ", ".join(
-        f'max({ratio(c)}) AS peak_{c.id}, count({ratio(c)}) AS known_{c.id}, min("{c.demand}") AS least_{c.id}, '
-        f'max("{c.demand}") AS demand_{c.id}, min("{c.limit}") AS low_{c.id}, max("{c.limit}") AS high_{c.id}'
-        for c in CAPACITIES
-    )
-    cells = fetch(
-        connection,
-        f"""
+    constants = {c.id: int(dataset.constants[c.limit]) for c in CAPACITIES if c.limit in dataset.constants}
+    per_capacity = ", ".join(_measures(c, constants) for c in CAPACITIES)
+    cells = dict(
+        fetch(
+            connection,
+            f"""
         SELECT {KEYS}, (step - {low}) // {width} AS bucket, count(*) AS rows, min(step) AS first, max(step) AS last,
             min(epoch_ns(time)) AS first_ns, max(epoch_ns(time)) AS last_ns,
             count(seq) AS seqs, min(seq) AS seq_low, max(seq) AS seq_high,
             count(graph_replay) AS graph_known, count(*) FILTER (graph_replay) AS graph_replayed,
-            max(violations) AS violations,
             sum(CASE WHEN verify_checked IS NULL AND verify_enabled AND error IS NULL THEN 0
                 ELSE greatest(verify_demand - coalesce(verify_checked, 0), 0) END)::BIGINT AS unverified,
             sum(greatest(verify_demand, 0))::BIGINT AS demanded,
             {per_capacity}
         FROM steps {where} GROUP BY ALL ORDER BY {KEYS}, bucket""",
+        )
     )
+    for name, limit in constants.items():
+        cells[f"low_{name}"] = cells[f"high_{name}"] = np.full(len(cells["run"]), limit)
+        cells[f"peak_{name}"] = known(cells, f"demand_{name}") / max(1, limit)
     found = split(cells)
     p99 = read_p99(connection, found, where, [c for c in CAPACITIES if any(_varies(rows, c) for _, rows in found)])
     raised = [c for c in CAPACITIES if any(_at_least(rows, c, WARNING_UTILIZATION) for _, rows in found)]
@@ -185,6 +186,18 @@ def load_before(connection: Connection, key: Key, capacity: Capacity, step: int)
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def _measures(capacity: Capacity, constants: Mapping[str, int]) -> str:
+    """SQL of what is asked of each bucket. Where the limit never changes, the highest demand tells the rest."""
+    name = capacity.id
+    demand = f'min("{capacity.demand}") AS least_{name}, max("{capacity.demand}") AS demand_{name}'
+    if name in constants:
+        return f'{demand}, count("{capacity.demand}") AS known_{name}'
+    return (
+        f"{demand}, count({ratio(capacity)}) AS known_{name}, max({ratio(capacity)}) AS peak_{name}, "
+        f'min("{capacity.limit}") AS low_{name}, max("{capacity.limit}") AS high_{name}'
+    )
 
 
 def _varies(rows: Mapping[str, Any], capacity: Capacity) -> bool:
@@ -257,7 +270,7 @@ def _series(
             breached=breached,
         )
     seqs, seq_low, seq_high = (known(rows, name) for name in ("seqs", "seq_low", "seq_high"))
-    violations, demanded = known(rows, "violations"), known(rows, "demanded")
+    violations, demanded = known(rows, "demand_violation_ring"), known(rows, "demanded")
     first, last = np.asarray(rows["first"], np.int64), np.asarray(rows["last"], np.int64)
     return Series(
         key=key,
