@@ -16,6 +16,7 @@ Schedule = Literal["prefill-first", "mixed"]
 DEFAULT_POOL_TOKENS: Final = 200_000
 _MAX_PREFILL_TOKENS: Final = 16_384  # SGLang's default: what its token buffers are sized for
 _MAX_POOL_TOKENS: Final = 2**31 - 2**20
+_MAX_COUNT: Final = 2**31 - 1  # plans count entries and requests in 32 bits
 _MIN_CONTEXT: Final = 131_072
 _VERIFY_POOLS: Final = 3  # SGLang: verify_capacity = 3 x pool tokens
 _SWA_POOL_SHARE: Final = 0.8  # SGLang: swa_full_tokens_ratio
@@ -54,10 +55,11 @@ class EngineKnobs:
                 raise SettingError(
                     f"--{name.replace('_', '-')} must be a whole number of at least {bound}, got {value!r}"
                 )
-        if self.max_total_tokens is not None and self.max_total_tokens > _MAX_POOL_TOKENS:
-            raise SettingError(
-                f"--max-total-tokens must be at most {_MAX_POOL_TOKENS} (slots are 32-bit), got {self.max_total_tokens}"
-            )
+            most = _MAX_POOL_TOKENS if name == "max_total_tokens" else _MAX_COUNT
+            if value is not None and value > most:
+                raise SettingError(
+                    f"--{name.replace('_', '-')} must be at most {most} (slots and counts are 32-bit), got {value}"
+                )
         if self.schedule not in ("prefill-first", "mixed"):
             raise SettingError(f"--schedule must be prefill-first or mixed, got {self.schedule!r}")
         if self.chunked_prefill_size % self.page_size:

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvcanary_trace.errors import WorkloadError
 
-from .workloads import Request, Workload
+from .workloads import MAX_SPAN_S, Request, Workload
 
 __all__ = ["FORMATS", "read_workload"]
 
@@ -93,12 +93,14 @@ def _read_azure(path: Path) -> Workload:
 def _azure_time_ns(path: Path, number: int, cell: str) -> int:
     match = _AZURE_TIME.fullmatch(cell.strip())
     try:
-        if match is None:
+        if match is None or not "1970" <= match[1] < "2200":  # int64 ns since 1970 end in 2262
             raise ValueError
         when = datetime.fromisoformat(f"{match[1]}T{match[2]}").replace(tzinfo=timezone.utc)
     except ValueError:
         raise _bad(
-            path, number, f"TIMESTAMP must read like 2023-11-16 18:15:46.6805900, got {cell.strip()!r}"
+            path,
+            number,
+            f"TIMESTAMP must read like 2023-11-16 18:15:46.6805900 and lie from 1970 to 2199, got {cell.strip()!r}",
         ) from None
     return int(when.timestamp()) * 1_000_000_000 + int((match[3] or "0").ljust(9, "0"))
 
@@ -121,8 +123,8 @@ def _read_mooncake(path: Path) -> Workload:
         input_len = _count(path, number, "input_length", record.get("input_length"))
         output_len = _count(path, number, "output_length", record.get("output_length"))
         time_ms = record.get("timestamp")
-        if isinstance(time_ms, bool) or not isinstance(time_ms, int | float) or not 0 <= time_ms < 1e15:
-            raise _bad(path, number, f"timestamp must be milliseconds from 0, got {time_ms!r}")
+        if isinstance(time_ms, bool) or not isinstance(time_ms, int | float) or not 0 <= time_ms <= MAX_SPAN_S * 1e3:
+            raise _bad(path, number, f"timestamp must be milliseconds from 0 to {MAX_SPAN_S * 1e3:g}, got {time_ms!r}")
         hashes = _hashes(path, number, record.get("hash_ids", []), -(-input_len // _MOONCAKE_BLOCK))
         requests.append(Request(time_ms / 1e3, input_len, max(output_len, 1), hashes, _MOONCAKE_BLOCK, scope=0))
     requests.sort(key=lambda request: request.arrival_s)
@@ -221,8 +223,8 @@ def _count(path: Path, where: int | str, name: str, cell: object) -> int:
 
 
 def _seconds(path: Path, where: int | str, name: str, cell: object) -> float:
-    if isinstance(cell, bool) or not isinstance(cell, int | float) or not 0 <= cell < 1e12:
-        raise _bad(path, where, f"{name} must be seconds from 0, got {cell!r}")
+    if isinstance(cell, bool) or not isinstance(cell, int | float) or not 0 <= cell <= MAX_SPAN_S:
+        raise _bad(path, where, f"{name} must be seconds from 0 to {MAX_SPAN_S:g}, got {cell!r}")
     return float(cell)
 
 

@@ -18,6 +18,9 @@ __all__ = ["EPOCH_NS", "Request", "Workload", "shape_workload"]
 EPOCH_NS: Final = 1_700_000_000_000_000_000
 """Where virtual time starts when a workload has no date of its own (2023-11-14 22:13:20 UTC)."""
 
+MAX_SPAN_S: Final = 1e9
+"""How long a workload may be, some 30 years: int64 ns since 1970 end in 2262."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
@@ -79,12 +82,15 @@ def shape_workload(
             Requests of a closed loop arrive when their predecessor is done, so their think times are shuffled instead.
 
     Raises:
-        SettingError: `limit` is below 1, or `time_scale` is not a positive finite number.
+        SettingError: `limit` is below 1, `seed` is below 0, or `time_scale` is not a positive finite number or makes
+            the workload longer than `MAX_SPAN_S`.
     """
     if limit is not None and limit < 1:
         raise SettingError(f"limit must be at least 1 request, got {limit}")
     if not (time_scale > 0 and np.isfinite(time_scale)):
         raise SettingError(f"time-scale must be a positive finite factor, got {time_scale}")
+    if seed is not None and seed < 0:
+        raise SettingError(f"seed must be a whole number of at least 0, got {seed}")
     requests = list(workload.requests[:limit])
     if seed is not None:
         requests = _resampled(requests, np.random.default_rng(seed))
@@ -93,6 +99,12 @@ def shape_workload(
             replace(request, arrival_s=request.arrival_s * time_scale, think_s=request.think_s * time_scale)
             for request in requests
         ]
+    span_s = max(request.arrival_s for request in requests) + sum(request.think_s for request in requests)
+    if not span_s <= MAX_SPAN_S:
+        raise SettingError(
+            f"time-scale {time_scale:g} stretches {workload.name} to {span_s:.3g} s; a replay's clock holds "
+            f"{MAX_SPAN_S:g} s"
+        )
     return replace(workload, requests=tuple(requests))
 
 

@@ -185,9 +185,15 @@ def test_command_line(tmp_path: Path) -> None:
 
 
 IMPOSSIBLE = {
-    "slots": (["--max-total-tokens", 2**40], "--max-total-tokens must be at most 2146435072 (slots are 32-bit)"),
+    "slots": (
+        ["--max-total-tokens", 2**40],
+        "--max-total-tokens must be at most 2146435072 (slots and counts",
+    ),
     "rows": (["--max-running-requests", 10**9], "the engine's buffers do not fit the memory: --max-total-tokens"),
-    "entries": (["--verify-capacity", 10**13], "--verify-capacity 10000000000000, --write-req-capacity 64; lower one"),
+    "entries": (["--verify-capacity", 10**13], "--verify-capacity must be at most 2147483647 (slots and counts are"),
+    "window": (["--swa-window", 10**20], "--swa-window must be at most 2147483647"),
+    "seed": (["--seed", "-1"], "seed must be a whole number of at least 0, got -1"),
+    "clock": (["--time-scale", "1e308"], "time-scale 1e+308 stretches talk to inf s"),
     "running": (["--max-running-requests", 0], "--max-running-requests must be a whole number of at least 1, got 0"),
     "pool": (["--max-total-tokens", 100], "--max-total-tokens must hold the longest request, 195 tokens"),
     "limit": (["--limit", 0], "limit must be at least 1 request, got 0"),

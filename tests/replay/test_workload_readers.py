@@ -79,6 +79,8 @@ BAD = {
     "azure-cells": (AZURE + "2023-11-16 18:15:51.0,5\r\n", "line 4 has 2 cells, wanted 3"),
     "azure-time": (AZURE + "yesterday,5,5\r\n", "line 4 TIMESTAMP must read like"),
     "azure-no-such-day": (AZURE + "2023-13-16 18:15:51.0,5,5\r\n", "line 4 TIMESTAMP must read like"),
+    "azure-long-ago": (AZURE + "1969-12-31 23:59:59.5,5,5\r\n", "lie from 1970 to 2199, got '1969-12-31"),
+    "azure-far-ahead": (AZURE + "9999-12-31 18:15:51.0,5,5\r\n", "lie from 1970 to 2199, got '9999-12-31"),
     "azure-count": (AZURE + "2023-11-16 18:15:51.0,-5,5\r\n", "line 4 ContextTokens must be a number of tokens from 1"),
     "azure-empty": (AZURE.splitlines()[0] + "\r\n", "has a header and no requests"),
     "mooncake-json": (MOONCAKE + '{"timestamp": 1,\n', "line 3 is not JSON"),
@@ -88,6 +90,10 @@ BAD = {
     "mooncake-time": (
         MOONCAKE + '{"timestamp": "x", "input_length": 1, "output_length": 1}\n',
         "line 3 timestamp must be milliseconds",
+    ),
+    "mooncake-far-ahead": (
+        MOONCAKE + '{"timestamp": 1e13, "input_length": 1, "output_length": 1}\n',
+        "line 3 timestamp must be milliseconds from 0 to 1e+12",
     ),
     "mooncake-hashes": (
         MOONCAKE + '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [1, 2]}\n',
@@ -151,7 +157,7 @@ def test_shaping_is_deterministic_and_scales_time() -> None:
     assert arrivals[0] == sorted(arrivals[0])
     fast = shape_workload(workload, limit=10, time_scale=0.5)
     assert [r.arrival_s * 2 for r in fast.requests] == arrivals[3][:10]
-    for wrong in ({"limit": 0}, {"time_scale": 0.0}, {"time_scale": float("nan")}):
+    for wrong in ({"limit": 0}, {"time_scale": 0.0}, {"time_scale": float("nan")}, {"time_scale": 1e308}, {"seed": -1}):
         with pytest.raises(SettingError):
             shape_workload(workload, **wrong)
 
