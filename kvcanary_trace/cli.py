@@ -1,14 +1,17 @@
-"""The `kvcanary-trace` command: wires the commands of `replay/` and `analysis/` by name and loads one when it is called.
+"""The `kvcanary-trace` command: wires the commands of `replay/` and `analysis/` by name, each loaded when it is called.
 
 Exit codes are the same everywhere: 0 clean, 1 findings, 2 could not run. Only the answer goes to standard output.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
+import traceback
 from importlib import import_module
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TextIO
 
 import typer
 from typer.core import TyperGroup
@@ -17,6 +20,7 @@ from kvcanary_trace import __version__
 from kvcanary_trace.errors import KvCanaryError
 
 COULD_NOT_RUN: Final = 2
+_SIGNALLED: Final = 128  # what shells add to the number of the signal that ended a program
 
 COMMANDS: Final = {
     "demo": "kvcanary_trace.replay.commands",
@@ -70,18 +74,63 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line; an error that a user can act on is one sentence on standard error and exit code 2."""
+    """Run the command line; an error that a user can act on is one sentence on standard error and exit code 2.
+
+    Any other error is a defect: its traceback stands before the sentence, and the exit code is 2 too.
+    """
+    sys.stdout = _OutlivesReader.in_place_of(sys.stdout)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         app()
     except KvCanaryError as error:
         _fail(str(error))
-    except BrokenPipeError:
-        # The reader of our output left (`| head`): nothing to report, and nothing more may be flushed.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except OSError as error:
         where = f" {error.filename!r}" if error.filename else ""
-        _fail(f"cannot use{where}: {error.strerror or error}")
+        _fail(f"cannot read or write{where}: {error.strerror or error}")
+    except Exception as error:
+        traceback.print_exc()
+        _fail(f"this is a defect of kvcanary-trace {__version__}, please report it: {type(error).__name__}: {error}")
+
+
+def _exit_on_signal(number: int, _frame: object) -> None:
+    """End like any error does, so that a trace seals its files first."""
+    sys.exit(_SIGNALLED + number)
+
+
+class _OutlivesReader(io.TextIOWrapper):
+    """Standard output that outlives its reader (`| head`): the rest goes nowhere, the exit code stays the command's."""
+
+    @classmethod
+    def in_place_of(cls, stdout: TextIO | None) -> TextIO:
+        """The same stream, not to be used any more by its old name; one that has no buffer of its own stays."""
+        if stdout is None:  # closed by whoever started us
+            return open(os.devnull, "w")
+        if not isinstance(stdout, io.TextIOWrapper):
+            return stdout
+        encoding, errors, by_line = stdout.encoding, stdout.errors, stdout.line_buffering
+        return cls(stdout.detach(), encoding=encoding, errors=errors, line_buffering=by_line)
+
+    def write(self, text: str) -> int:
+        """Write, or forget."""
+        try:
+            return super().write(text)
+        except BrokenPipeError:
+            self._forget()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, or forget."""
+        try:
+            super().flush()
+        except BrokenPipeError:
+            self._forget()
+            super().flush()
+
+    def _forget(self) -> None:
+        """Lead what is buffered, and all that follows, to nowhere."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
 
 
 def _fail(sentence: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -121,6 +122,52 @@ def test_small_dataset_is_quick(workload: Path, tmp_path: Path) -> None:
     began = time.perf_counter()
     run("analyze", "traces", cwd=tmp_path)
     assert time.perf_counter() - began < 8  # the bar is 2 s on a quiet machine: benchmarks/analyze.py
+
+
+def test_a_reader_that_leaves_changes_no_exit_code(workload: Path, tmp_path: Path) -> None:
+    """`analyze DIR | head`: the code stays 0 for clean and 1 for findings, and nothing is said about the pipe."""
+    run("replay", str(workload), "--out", "roomy", cwd=tmp_path)
+    run("replay", str(workload), "--out", "tight", "--write-req-capacity", "8", cwd=tmp_path)
+    for arguments, code in ((["roomy"], 0), (["roomy", "--json"], 0), (["tight"], 1), (["tight", "--json"], 1)):
+        reader, writer = os.pipe()
+        os.close(reader)
+        command = [sys.executable, "-m", "kvcanary_trace", "analyze", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, stdout=writer, stderr=subprocess.PIPE, timeout=120, check=False)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (code, b""), arguments
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_replay_that_is_told_to_stop_seals_its_files(number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C, and the signal of `kill` and `timeout`: sealed parts, a failed run, no tail, no traceback."""
+    rows = "".join(f"2023-11-16 18:15:{i % 60:02d}.0,1000,100000\r\n" for i in range(60))
+    (tmp_path / "long.csv").write_text(CSV + rows, newline="")
+    command = [sys.executable, "-m", "kvcanary_trace", "replay", "long.csv", "--out", "traces", "--kernels", "off"]
+    live = tmp_path / "traces" / "_live"
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        while process.poll() is None and not any(file.stat().st_size > 10_000 for file in live.glob("steps*.arrows")):
+            time.sleep(0.02)  # another process: nothing to wait on but its file
+        process.send_signal(number)
+        said, complained = process.communicate(timeout=60)
+    assert (process.returncode, said, complained) == (128 + number, b"", b"")
+    (run_file,) = (tmp_path / "traces" / "runs").glob("*.json")
+    what = json.loads(run_file.read_text())
+    assert what["status"] == "failed"
+    assert what["rows"]["steps"] > 0
+    assert list((tmp_path / "traces" / "steps").rglob("*.parquet"))
+    assert not list(live.glob("*"))
+
+
+def test_a_defect_is_no_finding(tmp_path: Path) -> None:
+    """An error that nobody foresaw exits with 2, never with the 1 of findings."""
+    code = (
+        "import sys\nfrom kvcanary_trace import cli\nfrom kvcanary_trace.analysis import result\n"
+        "def broken(*_):\n    raise IndexError('planted')\nresult.analyze = broken\n"
+        "sys.argv = ['kvcanary-trace', 'analyze', '.']\ncli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "IndexError: planted" in done.stderr.splitlines()[-1]
 
 
 def bad_line(folder: Path) -> list[str]:
