@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "replay": "kvcanary_trace.replay.commands",
     "analyze": "kvcanary_trace.analysis.commands",
     "lint": "kvcanary_trace.analysis.lint_command",
+    "recover": "kvcanary_trace.sinks.commands",
 }
 """Command → the module with a function of that name."""
 

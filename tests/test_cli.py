@@ -108,6 +108,25 @@ def test_runs_are_never_mixed(workload: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "traces" / "runs").glob("*.json"))) == 2
 
 
+def test_recover_seals_what_a_killed_process_left(tmp_path: Path) -> None:
+    """After kill -9 the rows of the live tail become a part, and the run file says that the run failed."""
+    code = (
+        "import os, signal, kvcanary_trace as k\n"
+        "session = k.trace('traces', flush_interval_s=0.05).__enter__()\n"
+        "session.record(step=1, bs=3, write_req_capacity=4)\n"
+        "session.flush()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=60, check=False)
+    assert not list(tmp_path.glob("traces/steps/*/*/*.parquet"))
+    done = run("recover", "traces", cwd=tmp_path)
+    assert (done.returncode, done.stdout.startswith("sealed steps of run ")) == (0, True), done.stdout + done.stderr
+    assert len(list(tmp_path.glob("traces/steps/*/*/*.parquet"))) == 1
+    (path,) = tmp_path.glob("traces/runs/*.json")
+    assert json.loads(path.read_text())["status"] == "failed"
+    assert run("recover", "traces", cwd=tmp_path).stdout == "nothing to recover in traces\n"
+
+
 def test_plot_is_a_picture(workload: Path, tmp_path: Path) -> None:
     """`--plot` writes a PNG."""
     run("replay", str(workload), "--out", "traces", cwd=tmp_path)
