@@ -224,7 +224,9 @@ class Observer:
         seen = watched.seen
         if total != seen:
             watched.seen = total
-            if total > seen:  # less: somebody emptied the ring
+            if total < seen:
+                seen = 0  # somebody emptied the ring: what it holds now is new
+            if total > seen:
                 row[_VIOLATIONS_NEW] += total - seen
                 self._note_violations(watched, row, seen, total, capacity)
 

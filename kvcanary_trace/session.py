@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import inspect
 import itertools
@@ -36,6 +37,8 @@ _log: Final = logging.getLogger(names.LOGGER)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _MAX_MESSAGES: Final = 4096
+_MAX_COUNTED_STEP: Final = 1 << 62
+"""A step number from here on is recorded, but counting on from it would leave int64."""
 _MAX_MESSAGE_CHARS: Final = 1000
 _CODES: Final = {member.code: number for number, member in enumerate(ErrorCode)}
 
@@ -266,7 +269,12 @@ class Session:
         return self._drain.flush(timeout_s)
 
     def close(self, error: BaseException | str | None = None) -> None:
-        """Drain what is left, seal the files and end the run; `error` marks it as failed. Closing twice is harmless."""
+        """Drain what is left, seal the files and end the run; `error` marks it as failed. Closing twice is harmless.
+
+        `sys.exit()` and `sys.exit(0)` are no errors: the program ended as it meant to.
+        """
+        if isinstance(error, SystemExit) and not error.code:
+            error = None
         if self._pid != os.getpid():
             return  # a forked child: the files are the parent's
         with self._close_lock:
@@ -320,7 +328,7 @@ class Session:
 
     def saw_step(self, number: int) -> None:
         """Count on from a step number that the engine gave."""
-        if number > self._largest_step:
+        if self._largest_step < number < _MAX_COUNTED_STEP:
             self._largest_step = number
             self.step_numbers = itertools.count(number + 1)
 
@@ -499,8 +507,18 @@ class trace:
         )
         sinks = list(self._sinks(value))
         session = Session(sinks, self._settings, run)
-        for sink in sinks:
-            sink.open(run)
+        opened: list[Sink] = []
+        try:
+            for sink in sinks:
+                sink.open(run)
+                opened.append(sink)
+        except BaseException as error:
+            # What an earlier sink claimed must not say for ever that the run goes on.
+            run.status, run.error, run.ended_ns = "failed", describe(error), time.time_ns()
+            for sink in opened:
+                with contextlib.suppress(Exception):
+                    sink.close()
+            raise
         session.open()
         self._session = session
         return session

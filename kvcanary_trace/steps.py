@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from . import names
+from .errors import SessionError
 from .lane import EMPTY_HALF, MODE_NAMES, MODES, RUNNERS, Forward, Lane
 from .schema import NOT_MEASURED, HostWord
 
@@ -216,9 +217,13 @@ class step(Forward):
             self._lane = None
             if lane.ranges is not None:
                 lane.ranges.pop()
-            last = lane.forward
-            lane.step, lane.forward = self._outer
             session = lane.session
+            if lane.step is self:
+                last = lane.forward
+                lane.step, lane.forward = self._outer
+            else:
+                last = self._leave_between(lane)
+                session.failed(_overlap(self.step))
             if session.closed or last is None:
                 return
             if error is not None:
@@ -237,6 +242,21 @@ class step(Forward):
             lane.publish(last, half)
         except Exception as failure:
             lane.session.failed(failure)
+
+    def _leave_between(self, lane: Lane) -> Forward | None:
+        """End this step although others that began after it on this thread still run, and return its latest forward.
+
+        Coroutines that share a thread do this. Their launches go to whichever step
+        began last, which may be the wrong one.
+        """
+        inner = lane.step
+        while inner is not None and inner._outer[0] is not self:
+            inner = inner._outer[0]
+        if inner is None:
+            return None
+        forward = inner._outer[1]
+        inner._outer = self._outer
+        return forward
 
     def _host_half(self, lane: Lane, host_ns: int) -> list[Any]:
         """This object's host half; publishing copies it."""
@@ -301,3 +321,10 @@ class step(Forward):
                 return function(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]
+
+
+def _overlap(number: int | None) -> SessionError:
+    return SessionError(
+        f"step {number} ended before a step that began after it on the same thread: launches of overlapping steps "
+        "may be recorded under the wrong one; await nothing inside a step, or give each step a thread"
+    )

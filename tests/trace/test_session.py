@@ -228,6 +228,19 @@ def test_violations_are_decoded(tmp_path: Path) -> None:
     assert run_file(tmp_path)["losses"]["violations_lost"] == 4
 
 
+def test_violations_after_the_ring_was_emptied_are_new(tmp_path: Path) -> None:
+    """An engine reads its ring and sets it back; three violations of the next launch are three, not fewer than none."""
+    engine = Engine()
+    with kv_canary.trace(tmp_path):
+        for found in (5, 3):
+            with kv_canary.step():
+                engine.plan([1], [3], [1])
+                engine.verify(lambda found=found: engine.violate(found))  # type: ignore[misc]
+            engine.index.zero_()
+    assert [row["violations_new"] for row in rows(tmp_path)] == [5, 3]
+    assert [row["step"] for row in rows(tmp_path, "violations")] == [0] * 5 + [1] * 3
+
+
 def test_requests_in_detail(tmp_path: Path) -> None:
     """One row per active request, with its share of the demand."""
     engine = Engine(window=15)
@@ -363,6 +376,44 @@ def test_an_exception_seals_and_marks_the_run(error: BaseException, tmp_path: Pa
     assert session.closed and hooks.observer is None
 
 
+@pytest.mark.parametrize("code", [None, 0])
+def test_a_program_that_ends_as_it_meant_to_is_no_failure(code: int | None, tmp_path: Path) -> None:
+    """`sys.exit()` in the block."""
+    with pytest.raises(SystemExit), kv_canary.trace(tmp_path):
+        raise SystemExit(code)
+    assert (run_file(tmp_path)["status"], run_file(tmp_path)["error"]) == ("completed", None)
+
+
+def test_overlapping_steps_of_one_thread_are_counted_and_leave_no_trace(tmp_path: Path) -> None:
+    """Coroutines interleave on one thread: that is said once, and later steps have their own numbers again."""
+    engine = Engine()
+    with kv_canary.trace(tmp_path) as session:
+        first, second = kv_canary.step(1, mode="prefill"), kv_canary.step(2, mode="decode")
+        first.__enter__()
+        engine.forward(bs=1)
+        second.__enter__()
+        first.__exit__(None, None, None)
+        engine.forward(bs=2)
+        second.__exit__(None, None, None)
+        with kv_canary.step(3):
+            engine.forward(bs=3)
+        with kv_canary.step():
+            engine.forward(bs=4)
+    got = [(row["step"], row["mode"], row["bs"]) for row in rows(tmp_path)]
+    assert got == [(1, "prefill", 1), (2, "decode", 2), (3, "unknown", 3), (4, "unknown", 4)]
+    assert session.stats.observer_errors == 1 and session.stats.halves_unmatched == 0
+
+
+def test_a_huge_step_number_does_not_end_the_counting(tmp_path: Path) -> None:
+    """The largest int64 is recorded; what the session counts by itself stays within int64."""
+    with kv_canary.trace(tmp_path) as session:
+        for number in (5, 2**63 - 1, None):
+            with kv_canary.step(number):
+                pass
+    assert sorted(row["step"] for row in rows(tmp_path)) == [5, 6, 2**63 - 1]
+    assert session.stats.observer_errors == 0
+
+
 def test_an_exception_in_a_step_is_its_error(tmp_path: Path) -> None:
     """An engine's own error, with a code where we know one."""
     with kv_canary.trace(tmp_path):
@@ -405,6 +456,17 @@ def test_an_existing_run_is_never_touched(tmp_path: Path) -> None:
     after = {path: path.read_bytes() for path in before if path.exists()}
     assert all(before[path] == text for path, text in after.items())
     assert sorted((row["rank"], row["step"]) for row in rows(tmp_path)) == [(0, 1), (1, 2)]
+
+
+def test_a_sink_that_does_not_open_leaves_no_run_that_goes_on(tmp_path: Path) -> None:
+    """The sink before it claimed the run: its file says that the run failed and why."""
+    with kv_canary.trace(tmp_path / "taken", run="night") as session:
+        session.record(step=1)
+    with pytest.raises(kv_canary.RunExistsError, match="taken"):
+        kv_canary.trace([tmp_path / "free", tmp_path / "taken"], run="night").__enter__()
+    file = run_file(tmp_path / "free")
+    assert file["status"] == "failed" and "taken" in file["error"] and file["ended_ns"] is not None
+    assert run_file(tmp_path / "taken")["status"] == "completed" and hooks.observer is None
 
 
 @pytest.mark.parametrize("run", ["1st", "a/b", "a.b", "x" * 101, "run 1"])
