@@ -22,7 +22,7 @@ _NONE: Final = -1
 
 
 class StepRows:
-    """Columns of `steps`. Integers: int64 with NOT_MEASURED for null. Names: codes with -1 for null, and their texts."""
+    """Columns of `steps`. Integers: NOT_MEASURED for null. Names: codes with -1 for null, and a text for each code."""
 
     def __init__(self, batch: pa.RecordBatch) -> None:
         self.batch = batch
@@ -55,7 +55,8 @@ class StepRows:
 
     def has(self, name: str) -> Flags:
         """[n] whether a column of names is not null."""
-        return self.names(name)[0] != _NONE
+        flags: Flags = self.names(name)[0] != _NONE
+        return flags
 
     def forwards(self) -> Ints:
         """[n] one number for all rows of the same (step, forward, runner)."""

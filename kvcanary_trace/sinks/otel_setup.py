@@ -63,7 +63,7 @@ class Providers:
 
 
 def is_configured(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether OpenTelemetry is in use here: a provider set by the host, an endpoint or an exporter in the environment."""
+    """Whether OpenTelemetry is in use here: the host set a provider, or the environment an endpoint or exporter."""
     environ = os.environ if environ is None else environ
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False

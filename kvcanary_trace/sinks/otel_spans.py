@@ -1,7 +1,7 @@
 """Spans of drained steps, made in the drain thread with explicit times: the sampled ones, and all that matter.
 
-A sampled step's span was current while it ran and gets its facts here. A step under pressure, with an overflow, an error
-or a violation gets a span of its own afterwards, linked to the context that it ran in.
+A sampled step's span was current while it ran and gets its facts here. A step under pressure, with an overflow, an
+error or a violation gets a span of its own afterwards, linked to the context that it ran in.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def coverage(row: dict[str, Any]) -> float | None:
 
 def step_attributes(facts: list[dict[str, Any]]) -> dict[str, Any]:
     """What a step's span says; of several forwards, the first one's for each group."""
-    attributes = {}
+    attributes: dict[str, Any] = {}
     for row in facts:
         for name in n.STEP_COLUMNS:
             if row[name] is not None:
