@@ -7,8 +7,8 @@ graph, once the first launch on the device is over (it allocates one counter and
 from __future__ import annotations
 
 from .device import skipped_entries
-from .plan import plan, plan_entries, plan_offsets, refuse_unsafe_plan
+from .plan import plan, plan_entries, plan_offsets
 from .verify import verify
 from .write import write
 
-__all__ = ["plan", "plan_entries", "plan_offsets", "refuse_unsafe_plan", "skipped_entries", "verify", "write"]
+__all__ = ["plan", "plan_entries", "plan_offsets", "skipped_entries", "verify", "write"]

@@ -818,7 +818,3 @@ def _advance_cursor(cursor: Tensor | None, offsets: Tensor, num_reqs: int, capac
     # A launch of its own: every program of the plan reads the cursor, and none may move it under the others.
     if cursor is not None:
         launch(_advance_cursor_kernel, 1, (cursor, offsets), (num_reqs, capacity), (), (), 1)
-
-
-def refuse_unsafe_plan(**_: object) -> None:
-    """Nothing to refuse: reading the inputs would synchronise, and the kernels leave out what lies outside."""
