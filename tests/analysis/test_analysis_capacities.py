@@ -233,3 +233,52 @@ def test_buckets_lose_no_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     coarse = find(analyze(root), "write_req")
     assert (coarse.steps, coarse.headroom, coarse.peak_utilization) == ((3210, 3211), -44, 300 / 256)
     assert (coarse.steps, coarse.severity) == (exact.steps, exact.severity)
+
+
+def test_limit_of_nothing(tmp_path: Path) -> None:
+    """A limit of 0 counts as 1: any demand breaks it, and every number stays finite."""
+    found = find(analyze(dataset(tmp_path, steps_table(4, bs=3, write_req_capacity=0))), "write_req")
+    assert (found.severity, found.peak_utilization) == ("breached", 3.0)
+
+
+def test_rows_without_a_limit_do_not_count(tmp_path: Path) -> None:
+    """A limit that is the same wherever it is known, and null elsewhere: those rows measured nothing."""
+    table = steps_table(4, kv_used=[10, 900, 20, 800], kv_capacity=[100, None, 100, None])
+    found = find(analyze(dataset(tmp_path, table)), "kv_pool", None)
+    assert found.peak_utilization == 0.2
+
+
+def test_limits_that_differ_between_parts(tmp_path: Path) -> None:
+    """Each part has one limit of its own: rows are measured against theirs, whatever a footer says of one part."""
+    for part, limit in enumerate((100, 50)):
+        step = np.arange(10) + 10 * part
+        write_part(tmp_path, steps_table(10, step=step, seq=step + 1, bs=40, write_req_capacity=limit), part=part)
+    found = find(analyze(tmp_path), "write_req")
+    assert (found.peak_utilization, found.headroom, found.steps) == (0.8, 10, (10, 19))
+
+
+def test_pool_is_the_engines_not_a_groups(tmp_path: Path) -> None:
+    """Rows of both groups tell the same pool: one finding, without a group."""
+    tables = [
+        steps_table(5, group=group, kv_used=90, kv_capacity=100, seq=np.arange(5) * 2 + at)
+        for at, group in enumerate(("full", "swa"), 1)
+    ]
+    analysis = analyze(dataset(tmp_path, pa.concat_tables(tables)))
+    assert find(analysis, "kv_pool", None).peak_utilization == 0.9
+    assert len([one for one in analysis.to_json()["capacities"] if one["capacity"] == "kv_pool"]) == 1
+
+
+def test_settings_that_just_fit_are_no_pressure(tmp_path: Path) -> None:
+    """An engine that may run exactly what its plan holds is not under pressure for that."""
+    table = steps_table(5, write_req_capacity=64)
+    assert find(analyze(dataset(tmp_path, table, engine={"max_running_requests": 64})), "write_req").severity == "info"
+
+
+def test_error_with_its_demand_is_one_finding(tmp_path: Path) -> None:
+    """A refused launch whose row has the demand shows as the capacity's breach, not as an error beside it."""
+    tables = [
+        steps_table(5),
+        steps_table(1, step=np.array([5]), seq=6, bs=300, verify_checked=None, error="bs-exceeds-write-req-capacity"),
+    ]
+    analysis = analyze(dataset(tmp_path, pa.concat_tables(tables)))
+    assert [one.rule for one in analysis.at_least("critical")] == ["write-req-capacity"]

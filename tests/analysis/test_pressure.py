@@ -148,3 +148,21 @@ def test_announcement_is_causal() -> None:
     assert announced_steps("write_req", ramp, Bounds()) == 81 - 27
     assert announced_steps("write_req", load(81, demand=60), Bounds()) == 0
     assert announced_steps("write_req", load(0), Bounds()) == 0
+
+
+def test_a_level_that_was_reached_before_is_no_trend() -> None:
+    """A sawtooth's rise below its own old peak announces nothing; the same rise to a new high does."""
+    steps, rise = np.arange(40.0), np.linspace(0.5, 0.8, 40)
+    assert trend(steps, rise) is not None
+    assert trend(steps, rise, earlier_peak=0.9) is None
+    before = np.concatenate([np.full(20, 0.9), rise])
+    assert trend(np.arange(60.0), before) is None
+
+
+def test_a_burst_that_is_here_is_no_trend() -> None:
+    """Demand that rises only because queued prompts are taken in stops when the queue is empty."""
+    used = 10 + 2.0 * np.arange(30)
+    alone = load(30, demand=used, kv_used=used, kv_capacity=100)
+    assert forecast("kv_pool", alone, Bounds()).cause == "trend"
+    burst = load(30, demand=used, kv_used=used, kv_capacity=100, waiting_tokens=58 - 2.0 * np.arange(30))
+    assert forecast("kv_pool", burst, Bounds()).cause is None
