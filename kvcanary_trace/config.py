@@ -67,6 +67,10 @@ def _switch(value: Any) -> bool:
     return value if isinstance(value, bool) else words[str(value).lower()]
 
 
+def _otel(value: Any) -> bool | None:
+    return None if value is None or value in ("", "auto") else _switch(value)
+
+
 def _detail(value: Any) -> str | None:
     if value is None or value in ("", "none"):
         return None
@@ -91,6 +95,7 @@ SETTINGS: Final = (
     Setting("detail", _detail, "none or requests", None),
     Setting("write_entry_capacity", _optional(_integer(1, 1 << 62)), "an integer from 1", None),
     Setting("nvtx", _switch, "1, 0, true, false, on, off, yes or no", True),
+    Setting("otel", _otel, "auto, 1, 0, true, false, on, off, yes or no", None),
 )
 _BY_NAME: Final = {setting.name: setting for setting in SETTINGS}
 

@@ -63,6 +63,15 @@ class _Outlet:
             self.report(error, "its rows are kept for a while and offered again")
             self._trim()
 
+    def annotate(self, batches: dict[str, pa.RecordBatch]) -> None:
+        """Let a sink that makes spans put their ids into new rows, before any sink is given them."""
+        annotate = getattr(self.sink, "annotate", None)
+        if annotate is not None:
+            try:
+                annotate(batches)
+            except Exception as error:
+                self.report(error, "what it would have made of these rows is lost")
+
     def report(self, error: BaseException, consequence: str) -> None:
         """Count an error; put it into the log unless the one before is already there."""
         self.errors += 1
@@ -156,6 +165,8 @@ class Drain:
             self._busy = True
         try:
             batches = self._collect(last=last)
+            for outlet in self.outlets:
+                outlet.annotate(batches)
             for outlet in self.outlets:
                 outlet.offer(dict(batches))
         except Exception as error:  # ours: never let the thread die

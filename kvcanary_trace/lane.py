@@ -100,6 +100,7 @@ class Lane:
         "publish_row",
         "ranges",
         "session",
+        "spans",
         "step",
         "t0_ns",
         "thread",
@@ -116,6 +117,7 @@ class Lane:
         self.device_reader = RingReader(self.device.words)
         self.host_reader = RingReader(self.host.words)
         self.ranges = Ranges(session.nvtx_domain) if session.nvtx_domain is not None else None
+        self.spans = session.host_spans
         self.forward: Forward | None = None
         self.step: step | None = None  # innermost step() of this thread; None: forwards begin by themselves
         self.t0_ns = 0

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from kvcanary_trace.kernels import hooks
 from kvcanary_trace.kernels.layout import ProbeWord
@@ -30,6 +30,9 @@ from .runfile import Run, check_run_id, new_run_id
 from .schema import NOT_MEASURED, ErrorCode, HostWord
 from .sinks import Sink
 from .steps import known, step
+
+if TYPE_CHECKING:
+    from .sinks.otel_host import HostSpans
 
 __all__ = ["Session", "TraceStats", "step", "trace"]
 
@@ -95,6 +98,8 @@ class Session:
         self.ring_rows: int = settings["ring_rows"].value
         self.write_entry_capacity: int | None = settings["write_entry_capacity"].value
         self.nvtx_domain = nvtx_ranges.open_domain(settings["nvtx"].value)
+        self.host_spans: HostSpans | None = None
+        """Spans that are current during a step; `trace()` sets them where OpenTelemetry is on."""
         self.step_numbers = itertools.count()
         self.messages: list[str] = []
         self._message_numbers: dict[str, int] = {}
@@ -443,6 +448,7 @@ class trace:
         engine: Engine arguments, for the run file.
         capacities: For the run file; dicts with `capacity`, `group`, `value` and `origin`.
         nvtx: Whether to emit NVTX ranges when a tool listens.
+        otel: Whether to export by OpenTelemetry; when None, where the host set a provider or `OTEL_*` an endpoint.
         device: What the engine runs on, for the run file.
 
     Raises:
@@ -466,6 +472,7 @@ class trace:
         engine: Mapping[str, Any] | None = None,
         capacities: Sequence[Mapping[str, Any]] | None = None,
         nvtx: bool | None = None,
+        otel: bool | None = None,
         device: str = "cpu",
     ) -> None:
         self._path_or_sink = path_or_sink
@@ -480,6 +487,7 @@ class trace:
             "detail": detail,
             "write_entry_capacity": write_entry_capacity,
             "nvtx": nvtx,
+            "otel": otel,
         }
         self._settings = config.resolve(arguments)
         if (asked := self._settings["run"].value) is not None:
@@ -519,6 +527,7 @@ class trace:
                 with contextlib.suppress(Exception):
                     sink.close()
             raise
+        session.host_spans = next(filter(None, (getattr(sink, "host_spans", None) for sink in sinks)), None)
         session.open()
         self._session = session
         return session
@@ -546,6 +555,13 @@ class trace:
                 yield one
             else:
                 raise SettingError(f"a sink is a directory or has open, write and close, got {type(one).__name__}")
+        if value["otel"] is not False and not any(type(one).__name__ == "OtelSink" for one in several):
+            from .sinks import otel_setup
+
+            if value["otel"] or otel_setup.is_configured():
+                from .sinks.otel import OtelSink
+
+                yield OtelSink(everything=bool(value["otel"]))
 
     def __call__(self, function: _Function) -> _Function:
         """Give each call of `function` a session of its own. Works for coroutine functions too."""

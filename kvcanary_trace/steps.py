@@ -16,6 +16,7 @@ from .schema import NOT_MEASURED, HostWord
 
 if TYPE_CHECKING:
     from .session import Session
+    from .sinks.otel_host import Opened
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -82,10 +83,11 @@ class step(Forward):
         ValueError: `mode` or `runner` is unknown.
     """
 
-    __slots__ = ("_given", "_half", "_lane", "_outer", "_t0_ns", "_used", "earlier")
+    __slots__ = ("_given", "_half", "_lane", "_outer", "_span", "_t0_ns", "_used", "earlier")
 
     _lane: Lane | None
     _outer: tuple[step | None, Forward | None]
+    _span: Opened | None
     _used: list[int] | None
     earlier: list[Forward] | None
 
@@ -164,7 +166,7 @@ class step(Forward):
             self.groups = self.number = 0
             self.rows = []
             self.error = self.message = NOT_MEASURED
-            self._used = self.earlier = None
+            self._used = self.earlier = self._span = None
             if parent is not None:
                 self._enter_inside(session, parent)
             else:
@@ -182,6 +184,8 @@ class step(Forward):
                 lane.ranges.push(names.STEP, MODE_NAMES[half[_MODE]], None if resident == NOT_MEASURED else resident)
             lane.step = lane.forward = self
             self._lane = lane
+            if lane.spans is not None:
+                self._span = lane.spans.begin(self, parent)
             self._t0_ns = perf_counter_ns()
         except Exception as error:
             session.failed(error)
@@ -217,6 +221,8 @@ class step(Forward):
             self._lane = None
             if lane.ranges is not None:
                 lane.ranges.pop()
+            if self._span is not None and lane.spans is not None:
+                lane.spans.end(self._span, host_ns)
             session = lane.session
             if lane.step is self:
                 last = lane.forward

@@ -88,10 +88,11 @@ def sampling_of(environ: Mapping[str, str] | None = None, *, own: bool) -> Sampl
 class Opened:
     """A step's span: started, current, and to be ended by the drain thread."""
 
-    __slots__ = ("age", "end_ns", "span", "start_ns", "token")
+    __slots__ = ("age", "end_ns", "span", "start_ns", "token", "virtual")
 
-    def __init__(self, span: Any, start_ns: int) -> None:
+    def __init__(self, span: Any, start_ns: int, virtual: bool) -> None:
         self.span = span
+        self.virtual = virtual  # times are the engine's, not the clock's
         self.start_ns = start_ns
         self.end_ns: int | None = None  # None: the step still runs
         self.token: Any = None
@@ -107,12 +108,19 @@ class HostSpans:
         self._follow_parent = sampling.follow_parent
         self._attributes = {n.RUN: run, n.RANK: rank, n.KEPT: "sampled"}
         self._pid = os.getpid()
+        self._has_failed = False
         self.open: dict[int, Opened] = {}
         """By span id."""
 
     def begin(self, step: step, parent: step | None) -> Opened | None:
         """Start the span of a step and make it current, if the step is sampled; put the ids into its host half."""
-        half = step._half
+        try:
+            return self._begin(step, step._half, parent)
+        except Exception as error:  # a processor of the host's
+            self._failed(error)
+            return None
+
+    def _begin(self, step: step, half: list[Any], parent: step | None) -> Opened | None:
         if half[_SPAN] != NOT_MEASURED:
             half[_HIGH] = half[_LOW] = half[_SPAN] = NOT_MEASURED  # a step object that is used again
         ambient = get_current_span().get_span_context()
@@ -138,15 +146,20 @@ class HostSpans:
         if not span.is_recording() or not context.trace_flags.sampled:
             return None
         _put_ids(half, context)
-        opened = Opened(span, start_ns)
+        opened = Opened(span, start_ns, step.time_ns is not None)
         self.open[context.span_id] = opened
         opened.token = attach(set_span_in_context(span))
         return opened
 
     def end(self, opened: Opened, host_ns: int) -> None:
         """The step is over: its span is current no longer, and ends when its rows are drained."""
-        opened.end_ns = opened.start_ns + host_ns
+        opened.end_ns = opened.start_ns + host_ns if opened.virtual else clock_ns()
         detach(opened.token)
+
+    def _failed(self, error: Exception) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            _log.warning("OpenTelemetry: the span of a step cannot be started, recording goes on", exc_info=error)
 
     def forget_old(self, max_age: int) -> None:
         """End spans whose rows never came: of steps that only bracket other forwards."""
@@ -158,8 +171,10 @@ class HostSpans:
                     opened.span.end(opened.end_ns)
 
     def close(self) -> None:
-        """End all that is left."""
+        """End all that is left, also of steps that still run."""
         self.forget_old(-1)
+        for opened in self.open.values():
+            opened.span.end()
 
 
 _STEP: Final = n.attribute("step")

@@ -159,7 +159,7 @@ class SpanMaker:
                 return None
         else:
             span, start_ns = unit.opened.span, unit.opened.start_ns
-            end_ns = unit.opened.end_ns or start_ns + (first["host_ns"] or 0)
+            end_ns = unit.opened.end_ns
         span.set_attributes(step_attributes(facts))
         inside = set_span_in_context(span, _EMPTY)
         ends = [
