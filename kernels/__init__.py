@@ -22,6 +22,7 @@ _HOME = {
     "launch_plan_entries_kernel": "plan",
     "launch_plan_offsets_kernel": "plan",
     "plan_chunks": "chunks",
+    "warmup": "prepare",
 }
 
 __all__ = sorted(_HOME)

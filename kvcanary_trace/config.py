@@ -95,6 +95,7 @@ SETTINGS: Final = (
     Setting("detail", _detail, "none or requests", None),
     Setting("write_entry_capacity", _optional(_integer(1, 1 << 62)), "an integer from 1", None),
     Setting("nvtx", _switch, "1, 0, true, false, on, off, yes or no", True),
+    Setting("device_rows", _switch, "1, 0, true, false, on, off, yes or no", False),
     Setting("otel", _otel, "auto, 1, 0, true, false, on, off, yes or no", None),
 )
 _BY_NAME: Final = {setting.name: setting for setting in SETTINGS}

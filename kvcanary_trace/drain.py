@@ -191,6 +191,10 @@ class Drain:
             device_parts.append(device)
             if gone:
                 self._retire(lane)
+        for recorder in self._session.recorders:
+            device = recorder.read()
+            device[:, 0] += recorder.number << RING_NUMBER_BIT
+            device_parts.append(device)
         host = _concatenated(host_parts)
         device = _concatenated(device_parts)
         joined = self.joiner.join(device, host, last=last)

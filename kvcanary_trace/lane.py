@@ -42,10 +42,11 @@ _TIME_NS = int(ProbeWord.TIME_NS)
 class Forward:
     """A forward in progress: its key, and one open probe row for each plan that it launched.
 
-    Until a row is published, its word 0 (the ring's own) holds its (VerifyPlan, WritePlan).
+    Until a row is published, its word 0 (the ring's own) holds its (VerifyPlan, WritePlan), and its recorder where the
+    device publishes it.
     """
 
-    __slots__ = ("error", "groups", "message", "number", "rows", "runner", "step", "time_ns")
+    __slots__ = ("error", "groups", "message", "number", "on_device", "rows", "runner", "step", "time_ns")
 
     step: int | None
     rows: list[list[Any]]
@@ -57,6 +58,7 @@ class Forward:
         self.time_ns = time_ns
         """Time to put into its rows, or None for the clock's."""
         self.groups = 0  # bits of the groups that were planned
+        self.on_device = False  # whether a device publishes some of its rows
         self.rows = []
         self.error = NOT_MEASURED
         self.message = NOT_MEASURED
@@ -71,7 +73,7 @@ class Forward:
     def row_of_plan(self, plan: object) -> list[Any] | None:
         """The open row of this very plan, a VerifyPlan or a WritePlan."""
         for row in self.rows:
-            plans: tuple[object, object] = row[0]
+            plans: tuple[object, ...] = row[0]
             if plans[0] is plan or plans[1] is plan:
                 return row
         return None
@@ -135,6 +137,8 @@ class Lane:
                 return self.forward
             self.end_implicit()
         self.forward = forward = Forward(next(self.session.step_numbers), 0, 0, None)
+        for recorder in self.session.recorders:
+            recorder.begin_step(forward.step)
         return forward
 
     def row_of(self, plan: object, group: int) -> list[Any] | None:
@@ -164,6 +168,8 @@ class Lane:
             host: Words of `EMPTY_HALF`; key, time, error and the number of rows are filled in here.
         """
         rows = forward.rows
+        if forward.on_device:
+            rows = [row for row in rows if len(row[0]) == _HOST_ROW]
         publish = self.publish_row
         time_ns = forward.time_ns
         if time_ns is not None:
@@ -180,12 +186,16 @@ class Lane:
         host[4] = time_ns
         host[_ERROR] = forward.error
         host[_ERROR_MESSAGE] = forward.message
-        host[_DEVICE_ROWS] = len(rows)
+        # A device's rows come when it has got there; a replayed graph's are not even known to come.
+        replay = not rows and self.session.recorders and host[_MODE] != _IDLE
+        host[_DEVICE_ROWS] = NOT_MEASURED if forward.on_device or replay else len(rows)
         seq = self.publish_half(host)
         if not seq & 0x3FF and seq - self.host_reader.next_seq > self.session.ring_rows >> 2:
             self.session.wake()
 
 
+_HOST_ROW: Final = 2  # plans of a row that no recorder has
+_IDLE = int(Mode.IDLE)
 _MODE = int(HostWord.MODE)
 _ERROR = int(HostWord.ERROR)
 _ERROR_MESSAGE = int(HostWord.ERROR_MESSAGE)

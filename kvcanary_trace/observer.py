@@ -15,7 +15,7 @@ from kvcanary_trace.kernels.layout import CanaryLaunchTag, ProbeWord
 from kvcanary_trace.kernels.probe import read_plan_inputs, read_verify_plan
 
 from . import names
-from .lane import GROUPS, Lane
+from .lane import GROUPS, Forward, Lane
 from .schema import NOT_MEASURED
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _KIND = int(ProbeWord.KIND)
 _TIME_NS = int(ProbeWord.TIME_NS)
+_GROUP = int(ProbeWord.GROUP)
 _BS = int(ProbeWord.BS)
 _VERIFY_PLANNED = int(ProbeWord.VERIFY_PLANNED)
 _VERIFY_CAPACITY = int(ProbeWord.VERIFY_CAPACITY)
@@ -79,12 +80,14 @@ class Details:
 class Observer:
     """A session's `hooks.LaunchObserver`. Called on whatever thread launches; each has its own lane."""
 
-    def __init__(self, session: Session, *, requests: bool) -> None:
+    def __init__(self, session: Session, *, requests: bool, device_rows: bool = False) -> None:
         self._session = session
         self._local = session.local
         self._requests = requests
         self._backend_for: Callable[[torch.device], Any] | None = None
         self._rings: dict[int, _WatchedRing] = {}
+        self.recorded_devices = frozenset({"cuda"} if device_rows else ())
+        """Types of devices that publish their own rows."""
         self.details = Details()
 
     def begin(self, call: Call) -> None:
@@ -123,12 +126,14 @@ class Observer:
                 if forward is None:
                     return
                 row = forward.rows[-1]
-                row[_PLAN_NS] = spent_ns
                 row[_TIME_NS] = time_ns() if forward.time_ns is None else forward.time_ns
                 if error is None:
                     plan = call[0]
                     read_verify_plan(plan, row)
-                    if plan.enable.is_cpu:
+                    if plan.enable.device.type in self.recorded_devices:
+                        self._hand_over(call, forward, row)  # type: ignore[arg-type]
+                    elif plan.enable.is_cpu:
+                        row[_PLAN_NS] = spent_ns
                         row[_ENTRIES_SKIPPED] = self._skipped_entries(plan.enable.device)
                     if lane.probe_error is not None:
                         session.failed(lane.probe_error)
@@ -139,6 +144,14 @@ class Observer:
                 session.note_error(lane.forward, error)
         except Exception as failure:
             session.failed(failure)
+
+    def _hand_over(self, call: PlanCall, forward: Forward, row: list[Any]) -> None:
+        """Let the device record the plan: its inputs are there, and the host must not wait for them."""
+        recorder = self._session.recorder(call.verify_plan_out.enable.device, forward.step)
+        if recorder is not None:
+            recorder.after_plan(call, forward.runner, row[_GROUP])
+            row[0] = (*row[0], recorder)
+            forward.on_device = True
 
     def _skipped_entries(self, device: torch.device) -> int:
         """Entries that our kernels left out so far on a device of the host."""
@@ -170,10 +183,15 @@ class Observer:
             row = forward.row_of_plan(plan) or lane.row_of(plan, _TAG_GROUP[tag])
         if row is None:
             row = self._adopt(lane, call)
+        if len(row[0]) > 2:
+            row[0][2].after_launch(call)
+            return
+        on_host = context.violation_write_index.is_cpu  # else the time is that of an asynchronous launch
         if call.__class__ is VerifyCall:
             row[_KIND] = _TAG_KIND[tag]
-            before = row[_VERIFY_NS]
-            row[_VERIFY_NS] = spent_ns if before == NOT_MEASURED else before + spent_ns
+            if on_host:
+                before = row[_VERIFY_NS]
+                row[_VERIFY_NS] = spent_ns if before == NOT_MEASURED else before + spent_ns
             # The plan's own words, read when it was planned: nobody changes a plan between that and its launches.
             planned = row[_VERIFY_PLANNED]
             if planned != NOT_MEASURED:
@@ -181,7 +199,7 @@ class Observer:
                 before = row[_VERIFY_CHECKED]
                 if before == NOT_MEASURED or checked < before:
                     row[_VERIFY_CHECKED] = checked
-        else:
+        elif on_host:
             before = row[_WRITE_NS]
             row[_WRITE_NS] = spent_ns if before == NOT_MEASURED else before + spent_ns
         watched = self._rings.get(id(context.violation_write_index))

@@ -125,7 +125,9 @@ class Table:
     @property
     def arrow(self) -> pa.Schema:
         """The Arrow schema, field metadata included."""
-        return pa.schema([column.field for column in self.columns], metadata={"kvcanary_trace.schema": str(SCHEMA_VERSION)})
+        return pa.schema(
+            [column.field for column in self.columns], metadata={"kvcanary_trace.schema": str(SCHEMA_VERSION)}
+        )
 
     def __getitem__(self, name: str) -> Column:
         return next(column for column in self.columns if column.name == name)
@@ -154,27 +156,55 @@ STEPS: Final = Table(
         Column("kind", _NAME, "", "forward or sweep", _P.KIND, StepKind),
         Column("seq", _INT, "{row}", "row's number in its ring (bits 40 up: the ring); a gap is a lost row", _P.SEQ),
         Column("time", _TIME, "ns", "when the row was taken: device clock, else host clock, UTC"),
-        Column("mode", _NAME, "", "prefill, decode, mixed, target_verify, draft_extend, idle or unknown", _H.MODE, Mode),
+        Column(
+            "mode", _NAME, "", "prefill, decode, mixed, target_verify, draft_extend, idle or unknown", _H.MODE, Mode
+        ),
         Column("graph_replay", _FLAG, "1", "whether the forward was a CUDA-graph replay", _H.GRAPH_REPLAY),
         Column("bs", _INT, "{request}", "active batch size: rows that are not padding; demand on write_req", _P.BS),
-        Column("bs_launched", _INT, "{request}", "rows as launched, padding included; demand on plan_block", _P.BS_LAUNCHED),
+        Column(
+            "bs_launched", _INT, "{request}", "rows as launched, padding included; demand on plan_block", _P.BS_LAUNCHED
+        ),
         Column("write_req_capacity", _INT, "{request}", "requests that the write plan holds", _P.WRITE_REQ_CAPACITY),
         Column("plan_block_limit", _INT, "{request}", "rows that one plan launch takes"),
-        Column("write_entries", _INT, "{token}", "tokens written this forward; demand on write_entry", _P.WRITE_ENTRIES),
+        Column(
+            "write_entries", _INT, "{token}", "tokens written this forward; demand on write_entry", _P.WRITE_ENTRIES
+        ),
         Column("write_entry_capacity", _INT, "{token}", "tokens the engine's buffers hold", _H.WRITE_ENTRY_CAPACITY),
         Column("verify_demand", _INT, "{entry}", "entries that should be verified, unclamped", _P.VERIFY_DEMAND),
         Column("verify_planned", _INT, "{entry}", "entries in the plan: demand clamped to capacity", _P.VERIFY_PLANNED),
         Column("verify_capacity", _INT, "{entry}", "entries that the verify plan holds", _P.VERIFY_CAPACITY),
-        Column("verify_enabled", _FLAG, "1", "false when the plan overflowed and the step goes unverified", _P.VERIFY_ENABLED),
-        Column("verify_checked", _INT, "{entry}", "entries really checked: the least over the group's launches", _P.VERIFY_CHECKED),
-        Column("entries_skipped", _INT, "{entry}", "entries left out because they lay outside a buffer or map, so far", _P.ENTRIES_SKIPPED),
+        Column(
+            "verify_enabled",
+            _FLAG,
+            "1",
+            "false when the plan overflowed and the step goes unverified",
+            _P.VERIFY_ENABLED,
+        ),
+        Column(
+            "verify_checked",
+            _INT,
+            "{entry}",
+            "entries really checked: the least over the group's launches",
+            _P.VERIFY_CHECKED,
+        ),
+        Column(
+            "entries_skipped",
+            _INT,
+            "{entry}",
+            "entries left out because they lay outside a buffer or map, so far",
+            _P.ENTRIES_SKIPPED,
+        ),
         Column("prefix_len_max", _INT, "{token}", "longest prefix", _P.PREFIX_LEN_MAX),
         Column("prefix_len_sum", _INT, "{token}", "sum of prefixes", _P.PREFIX_LEN_SUM),
         Column("seq_len_max", _INT, "{token}", "longest prefix plus extend; demand on req_to_token", _P.SEQ_LEN_MAX),
         Column("req_to_token_width", _INT, "{token}", "tokens that a row of req_to_token holds", _P.REQ_TO_TOKEN_WIDTH),
         Column("violations", _INT, "{violation}", "violations since the ring was made", _P.VIOLATIONS),
-        Column("violations_new", _INT, "{violation}", "violations since the row before of this ring", _P.VIOLATIONS_NEW),
-        Column("violation_ring_capacity", _INT, "{violation}", "violation rows kept in detail", _P.VIOLATION_RING_CAPACITY),
+        Column(
+            "violations_new", _INT, "{violation}", "violations since the row before of this ring", _P.VIOLATIONS_NEW
+        ),
+        Column(
+            "violation_ring_capacity", _INT, "{violation}", "violation rows kept in detail", _P.VIOLATION_RING_CAPACITY
+        ),
         Column("kv_used", _INT, "{token}", "KV slots held, evictable cache excluded", _H.KV_USED),
         Column("kv_capacity", _INT, "{token}", "KV slots in the pool", _H.KV_CAPACITY),
         Column("resident_reqs", _INT, "{request}", "requests that the engine runs", _H.RESIDENT_REQS),
@@ -204,9 +234,17 @@ VIOLATIONS: Final = Table(
         Column("slot", _INT, "{slot}", "KV slot", ViolationField.SLOT),
         Column("position", _INT, "{token}", "stored position", ViolationField.POSITION),
         Column("token", _INT, "1", "stored token", ViolationField.TOKEN),
-        Column("expected_token", _INT, "1", "expected token; in verify -1 unless checked", ViolationField.EXPECTED_TOKEN),
+        Column(
+            "expected_token", _INT, "1", "expected token; in verify -1 unless checked", ViolationField.EXPECTED_TOKEN
+        ),
         Column("chain_hash", _INT, "1", "stored chain hash", ViolationField.CHAIN_HASH),
-        Column("expected_aux", _INT, "1", "verify: expected chain hash; write: expected position", ViolationField.EXPECTED_AUX),
+        Column(
+            "expected_aux",
+            _INT,
+            "1",
+            "verify: expected chain hash; write: expected position",
+            ViolationField.EXPECTED_AUX,
+        ),
         Column("fail_reason", _INT, "1", "reason bits", ViolationField.FAIL_REASON),
         Column("reasons", _NAME, "", "names of the reasons, joined by |"),
     ),

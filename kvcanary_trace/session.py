@@ -33,6 +33,9 @@ from .steps import known, step
 
 if TYPE_CHECKING:
     from .sinks.otel_host import HostSpans
+    import torch
+
+    from .device_rows import DeviceRecorder
 
 __all__ = ["Session", "TraceStats", "step", "trace"]
 
@@ -109,9 +112,14 @@ class Session:
         self.local = threading.local()
         self._lanes: list[Lane] = []
         self._lane_numbers = itertools.count()
+        self.recorders: list[DeviceRecorder] = []
+        """What publishes rows from devices; empty until something is planned on one."""
+        self._no_recorder = False
         self._pid = os.getpid()
         self._close_lock = threading.Lock()
-        self._observer = Observer(self, requests=settings["detail"].value == "requests")
+        self._observer = Observer(
+            self, requests=settings["detail"].value == "requests", device_rows=settings["device_rows"].value
+        )
         self._drain = Drain(self, sinks, settings["flush_interval_s"].value)
         run.counters = self._counters
 
@@ -128,10 +136,12 @@ class Session:
         drain, details = self._drain, self._observer.details
         lanes = self.lanes()
         readers = [(lane.device_reader, lane.number) for lane in lanes]
+        readers += [(recorder.reader, recorder.number) for recorder in self.recorders]
         # Drained before published: a row is never counted as drained and not yet published.
         drained = drain.drained + sum(reader.drained for reader, _ in readers)
         overwritten = drain.overwritten + sum(reader.overwritten for reader, _ in readers)
         published = drain.published + sum(lane.device.published for lane in lanes)
+        published += sum(recorder.published for recorder in self.recorders)
         lost = [r.last_lost_seq + (number << 40) for r, number in readers if r.last_lost_seq is not None]
         return TraceStats(
             run=self.run.run,
@@ -290,6 +300,8 @@ class Session:
             if steps.open_session is self:
                 steps.open_session = None
             self._publish_open()
+            for recorder in self.recorders:
+                recorder.close()
             self.closed = True
         atexit.unregister(self._close_at_exit)
         self.run.status = "failed" if error is not None else "completed"
@@ -318,6 +330,27 @@ class Session:
             lane = self.local.lane = Lane(self, next(self._lane_numbers))
             self._lanes.append(lane)
         return lane
+
+    def recorder(self, device: torch.device, step_number: int | None) -> DeviceRecorder | None:
+        """The recorder of a device, made when the first plan is launched there; None where it cannot be."""
+        for recorder in self.recorders:
+            if recorder.device == device:
+                return recorder
+        if self._no_recorder:
+            return None
+        try:
+            from .device_rows import DeviceRecorder, is_capturing
+
+            if is_capturing(device):
+                return None  # nothing may be allocated now; the first eager forward makes it
+            made = DeviceRecorder(device, next(self._lane_numbers), self.ring_rows)
+            made.begin_step(step_number)
+        except Exception as error:
+            self._no_recorder = True
+            _log.warning("rows of %s are without demands: %s: %s", device, type(error).__name__, error)
+            return None
+        self.recorders.append(made)
+        return made
 
     def lanes(self) -> list[Lane]:
         """All lanes that may still have rows."""
@@ -448,6 +481,8 @@ class trace:
         engine: Engine arguments, for the run file.
         capacities: For the run file; dicts with `capacity`, `group`, `value` and `origin`.
         nvtx: Whether to emit NVTX ranges when a tool listens.
+        device_rows: Whether CUDA devices publish their rows themselves, from inside captured graphs too. Off by default:
+            the kernels are proven on a device, the session around them only in Triton's interpreter so far.
         otel: Whether to export by OpenTelemetry; when None, where the host set a provider or `OTEL_*` an endpoint.
         device: What the engine runs on, for the run file.
 
@@ -472,6 +507,7 @@ class trace:
         engine: Mapping[str, Any] | None = None,
         capacities: Sequence[Mapping[str, Any]] | None = None,
         nvtx: bool | None = None,
+        device_rows: bool | None = None,
         otel: bool | None = None,
         device: str = "cpu",
     ) -> None:
@@ -487,6 +523,7 @@ class trace:
             "detail": detail,
             "write_entry_capacity": write_entry_capacity,
             "nvtx": nvtx,
+            "device_rows": device_rows,
             "otel": otel,
         }
         self._settings = config.resolve(arguments)

@@ -186,6 +186,9 @@ class step(Forward):
             self._lane = lane
             if lane.spans is not None:
                 self._span = lane.spans.begin(self, parent)
+            self.on_device = False
+            for recorder in session.recorders:
+                recorder.begin_step(self.step)
             self._t0_ns = perf_counter_ns()
         except Exception as error:
             session.failed(error)
@@ -230,6 +233,8 @@ class step(Forward):
             else:
                 last = self._leave_between(lane)
                 session.failed(_overlap(self.step))
+            for recorder in session.recorders:
+                recorder.end_step()
             if session.closed or last is None:
                 return
             if error is not None:

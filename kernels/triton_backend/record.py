@@ -77,7 +77,18 @@ def _clock_ns():
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "window", "write_req_capacity", "verify_capacity", "width"])
+@triton.jit(
+    do_not_specialize=[
+        "num_reqs",
+        "window",
+        "write_req_capacity",
+        "verify_capacity",
+        "width",
+        "runner",
+        "group",
+        "kind",
+    ]
+)
 def _probe_kernel(
     req_pool_indices_ptr,  # [num_reqs] int64
     prefix_lens_ptr,  # [num_reqs] int64
@@ -93,9 +104,9 @@ def _probe_kernel(
     write_req_capacity,
     verify_capacity,
     width,
-    RUNNER: tl.constexpr,
-    GROUP: tl.constexpr,
-    KIND: tl.constexpr,
+    runner,
+    group,
+    kind,
     WINDOWED: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -129,9 +140,9 @@ def _probe_kernel(
     out = tl.full([_WORDS], _NOT_MEASURED, tl.int64)
     out = tl.where(word == _STEP, step, out)
     out = tl.where(word == _FORWARD, forward, out)
-    out = tl.where(word == _RUNNER, RUNNER, out)
-    out = tl.where(word == _GROUP, GROUP, out)
-    out = tl.where(word == _KIND, KIND, out)
+    out = tl.where(word == _RUNNER, runner, out)
+    out = tl.where(word == _GROUP, group, out)
+    out = tl.where(word == _KIND, kind, out)
     out = tl.where(word == _BS, bs, out)
     out = tl.where(word == _BS_LAUNCHED, num_reqs, out)
     out = tl.where(word == _WRITE_REQ_CAPACITY, write_req_capacity, out)
@@ -191,9 +202,8 @@ def _publish_kernel(
     tl.store(published_ptr, seq)
 
 
-def _probe_warps(block: int) -> int:
-    """One warp for a small batch, where a round through shared memory costs more than it saves; measured on an H200."""
-    return 1 if block <= 128 else min(max(block // 128, 4), 8)
+_BLOCKS: Final = {128: 1, 512: 4, MAX_REQS_PER_LAUNCH: 8}
+"""Rows that a probe scans at once → warps: few variants to compile, and the fastest of those tried on an H200."""
 
 
 def probe(
@@ -216,7 +226,7 @@ def probe(
         runner, group, kind: Words of the row.
     """
     num_reqs = call.req_pool_indices.shape[0]
-    block = max(triton.next_power_of_2(num_reqs), 32)
+    block = next(block for block in _BLOCKS if num_reqs <= block)
     _probe_kernel[(1,)](
         call.req_pool_indices,
         call.prefix_lens,
@@ -232,13 +242,13 @@ def probe(
         call.write_plan_out.write_seed_slot_indices.shape[0],
         call.verify_plan_out.verify_slot_indices.shape[0],
         call.req_to_token.shape[1],
-        RUNNER=runner,
-        GROUP=group,
-        KIND=kind,
+        runner,
+        group,
+        kind,
         WINDOWED=call.swa_window_size > 0,
         BLOCK=block,
         INTERPRETED=INTERPRETED,
-        num_warps=_probe_warps(block),
+        num_warps=_BLOCKS[block],
     )
 
 
