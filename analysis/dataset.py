@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import duckdb
     import pyarrow as pa
 
+    from kvcanary_trace.sinks.live import LiveTail
+
 __all__ = ["Dataset", "Part", "Run", "load", "open_dataset"]
 
 _PARTITION: Final = re.compile(r"run=(?P<run>[^/]+)/rank=(?P<rank>\d+)/[^/]+\.parquet$")
@@ -232,8 +234,10 @@ def open_dataset(path: Path | str) -> Dataset:
     if not root.is_dir():
         raise DatasetError(f"{root} is a file; give the folder that trace() or replay wrote to")
     runs = {(run.run, run.rank): run for run in (Run.read(file) for file in sorted((root / "runs").glob("*.json")))}
+    # Tails first: one that is sealed meanwhile is then seen twice, and dropped, instead of not at all.
+    live = _read_tails(root)
     parts = {table.name: tuple(_sealed_parts(root, table)) for table in TABLES}
-    tails = _read_tails(root)
+    tails = _unsealed(live, parts)
     for part in parts[STEPS.name]:
         runs.setdefault((part.run, part.rank), Run(part.run, part.rank))
     tail = tails.get(STEPS.name)
@@ -381,15 +385,15 @@ def _shared_constants(parts: Sequence[Part]) -> dict[str, int | str]:
     return {name: value for name, value in filled[0].items() if all(other.get(name) == value for other in filled[1:])}
 
 
-def _read_tails(root: Path) -> dict[str, pa.Table]:
-    """Rows that no sealed part has yet, by table. A tail that is torn from its first byte on has none."""
+def _read_tails(root: Path) -> list[tuple[LiveTail, pa.Table]]:
+    """Live tails and their rows. A tail that is torn from its first byte on has none."""
     if not (root / "_live").is_dir():
-        return {}
+        return []
     import pyarrow as pa
 
     from kvcanary_trace.sinks.live import live_tails, read_live
 
-    tails: dict[str, list[pa.Table]] = {}
+    tails = []
     known = {table.name: table for table in TABLES}
     for tail in live_tails(root):
         if tail.table not in known:
@@ -406,8 +410,22 @@ def _read_tails(root: Path) -> dict[str, pa.Table]:
         ]
         table = pa.Table.from_arrays(columns, names=wanted.names)
         table = table.append_column("run", pa.repeat(pa.scalar(tail.run), len(rows)))
-        tails.setdefault(tail.table, []).append(table.append_column("rank", pa.repeat(pa.scalar(tail.rank), len(rows))))
-    return {name: pa.concat_tables(tables) for name, tables in tails.items()}
+        tails.append((tail, table.append_column("rank", pa.repeat(pa.scalar(tail.rank), len(rows)))))
+    return tails
+
+
+def _unsealed(live: Sequence[tuple[LiveTail, pa.Table]], parts: Mapping[str, Sequence[Part]]) -> dict[str, pa.Table]:
+    """Rows that no sealed part has, by table."""
+    sealed = {part.path for of_table in parts.values() for part in of_table}
+    rows: dict[str, list[pa.Table]] = {}
+    for tail, table in live:
+        if tail.sealed_path not in sealed:
+            rows.setdefault(tail.table, []).append(table)
+    if not rows:
+        return {}
+    import pyarrow as pa
+
+    return {name: pa.concat_tables(tables) for name, tables in rows.items()}
 
 
 def _sql_type(table: Table, name: str) -> str:

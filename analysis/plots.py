@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -14,6 +15,7 @@ from kvcanary_trace.pressure.severity import WARNING_UTILIZATION
 
 from .coverage import covered
 from .findings import percent
+from .sql import Key
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -104,9 +106,10 @@ def draw_utilization(analysis: Analysis) -> Figure:
             "bottom": bottom_in / height_in,
             "hspace": gap_in / (sum(heights_in) / len(heights_in)),
         }
+        colors = {one.key: _COLORS[number % len(_COLORS)] for number, one in enumerate(analysis.series)}
         axes = list(np.atleast_1d(figure.subplots(len(heights_in), 1, sharex=True, gridspec_kw=grid)))
         for axis, (capacity, found) in zip(axes, measured, strict=False):
-            _capacity_panel(axis, capacity, found)
+            _capacity_panel(axis, capacity, found, colors)
         if analysis.coverage.demanded:
             _unverified_panel(axes[-1], analysis)
         elif not measured:
@@ -117,6 +120,8 @@ def draw_utilization(analysis: Analysis) -> Figure:
         axes[-1].xaxis.set_major_formatter(_thousands)
         axes[-1].set_xlim(first, max(last, first + 1))
         _headline(figure, analysis, height_in)
+        if 1 < len(colors) <= _MAX_LABELS:
+            _legend(figure, colors, height_in)
     return figure
 
 
@@ -163,16 +168,40 @@ def _headline(figure: Figure, analysis: Analysis, height_in: float) -> None:
     figure.text(0.075, 1 - 0.53 / height_in, detail, fontsize=9, color=_FAINT)
 
 
-def _capacity_panel(axis: Axes, capacity: Capacity, found: list[tuple[Series, CapacitySeries]]) -> None:
+def _legend(figure: Figure, colors: Mapping[Key, str], height_in: float) -> None:
+    """One line for each series, named by what tells them apart."""
+    from matplotlib.lines import Line2D
+
+    varying = [at for at in range(len(Key._fields)) if len({key[at] for key in colors}) > 1]
+    names = ["rank {}" if Key._fields[at] == "rank" else "{}" for at in varying]
+    lines = [Line2D([], [], color=color, linewidth=1.6) for color in colors.values()]
+    labels = [
+        " ".join(name.format(key[at] or "no group") for name, at in zip(names, varying, strict=True)) for key in colors
+    ]
+    figure.legend(
+        lines,
+        labels,
+        loc="upper right",
+        bbox_to_anchor=(0.985, 1 - 0.16 / height_in),
+        ncols=4,
+        frameon=False,
+        fontsize=9,
+        handlelength=1.4,
+        columnspacing=1.2,
+    )
+
+
+def _capacity_panel(
+    axis: Axes, capacity: Capacity, found: list[tuple[Series, CapacitySeries]], colors: Mapping[Key, str]
+) -> None:
     """Demand over limit of one capacity, every series."""
     peak_of = _peak(found)
     top = 100 * max(1.0, peak_of.peak_utilization)
-    labelled = 1 < len(found) <= _MAX_LABELS
-    for number, (series, one) in enumerate(found):
-        color = _COLORS[number % len(_COLORS)]
+    for series, one in found:
+        color = colors[series.key]
         known = np.isfinite(one.utilization)
         x, y = envelope(series.first_steps[known].astype(np.float64), 100 * one.utilization[known])
-        axis.plot(x, y, color=color, linewidth=0.9, label=_label(series, one) if labelled else None, zorder=3)
+        axis.plot(x, y, color=color, linewidth=0.9, zorder=3)
         axis.fill_between(x, y, color=color, alpha=0.10 / len(found) ** 0.5, linewidth=0, zorder=2)
         over = y > 100
         if over.any():
@@ -187,10 +216,6 @@ def _capacity_panel(axis: Axes, capacity: Capacity, found: list[tuple[Series, Ca
     counted = f"{peak_of.peak_demand:,} of {peak_of.peak_limit:,} {plural}"
     said = f"{capacity.title}: peak {percent(peak_of.peak_utilization)}, {counted}"
     _title(axis, capacity.id, said, _BREACH if any(one.breached is not None for _, one in found) else _INK)
-    if labelled:
-        axis.legend(
-            loc="lower right", bbox_to_anchor=(1, 1), ncols=_MAX_LABELS, frameon=False, fontsize=8, handlelength=1.2
-        )
 
 
 def _title(axis: Axes, name: str, said: str, color: str) -> None:
@@ -233,18 +258,6 @@ def _unverified_panel(axis: Axes, analysis: Analysis) -> None:
     else:
         said = f"none: all {ledger.demanded:,} demanded entries were verified"
     _title(axis, "unverified", said, _BREACH if ledger.unverified else _INK)
-
-
-def _label(series: Series, one: CapacitySeries) -> str:
-    key = series.key
-    parts = [key.run, f"rank {key.rank}"]
-    if one.capacity.grouped and key.group:
-        parts.append(key.group)
-    if key.runner != "target":
-        parts.append(key.runner)
-    if key.kind == "sweep":
-        parts.append("sweep")
-    return " ".join(parts)
 
 
 def _thousands(value: float, _position: float) -> str:

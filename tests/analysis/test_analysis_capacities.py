@@ -235,9 +235,10 @@ def test_buckets_lose_no_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (coarse.steps, coarse.severity) == (exact.steps, exact.severity)
 
 
-def test_limit_of_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [0, [0, 0, 50, 50]], ids=["always", "at first"])
+def test_limit_of_nothing(tmp_path: Path, limit: int | list[int]) -> None:
     """A limit of 0 counts as 1: any demand breaks it, and every number stays finite."""
-    found = find(analyze(dataset(tmp_path, steps_table(4, bs=3, write_req_capacity=0))), "write_req")
+    found = find(analyze(dataset(tmp_path, steps_table(4, bs=3, write_req_capacity=limit))), "write_req")
     assert (found.severity, found.peak_utilization) == ("breached", 3.0)
 
 

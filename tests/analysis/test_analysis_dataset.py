@@ -182,3 +182,25 @@ def test_only_a_live_tail(tmp_path: Path) -> None:
     tail.append(encoder.encode(steps_table(8).to_batches()[0]))
     tail.close()
     assert analyze(tmp_path).rows == 8
+
+
+def test_tail_that_is_sealed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer seals a tail between our two looks: its rows are read once, neither twice nor not at all."""
+    import kvcanary_trace.analysis.dataset as module
+    from kvcanary_trace.sinks.live import Encoder, TailFile, live_path
+
+    write_part(tmp_path, steps_table(10))
+    rows = steps_table(5, step=np.arange(5) + 10, seq=np.arange(5) + 11)
+    encoder = Encoder(STEPS.arrow)
+    tail = TailFile(live_path(tmp_path, "steps", "r1", 0, 4711, 1), encoder.header)
+    tail.append(encoder.encode(rows.to_batches()[0]))
+    read_tails = module._read_tails
+
+    def seal_after_reading(root: Path) -> object:
+        found = read_tails(root)
+        write_part(root, rows, part=1)
+        tail.remove()
+        return found
+
+    monkeypatch.setattr(module, "_read_tails", seal_after_reading)
+    assert analyze(tmp_path).rows == 15
