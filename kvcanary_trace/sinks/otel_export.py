@@ -87,6 +87,8 @@ class Exporting:
         self._wake = threading.Event()
         self._stopping = False
         self._abandoned = False
+        self._in_flight = 0
+        self._counting = True  # until the deadline counts what is left as lost
         _quieten(exporter)
         self._thread = threading.Thread(target=self._run, name=f"{names.DOMAIN}-otel-{what}", daemon=True)
 
@@ -110,13 +112,14 @@ class Exporting:
             threading.Thread(target=self._shut_exporter, name=f"{names.DOMAIN}-otel-shutdown", daemon=True).start()
             self._thread.join(max(deadline_s - time.monotonic(), 0.0))
         if self._thread.is_alive():
+            self._counting = False
             self.lost += self.left
             self._troubles.report(self.what, "the receiver did not answer before the deadline of the shutdown")
 
     @property
     def left(self) -> int:
         """Items not exported yet."""
-        return 0
+        return self._in_flight
 
     def _run(self) -> None:
         _here.words = []
@@ -137,11 +140,15 @@ class Exporting:
     def _export(self, item: Any, count: int, **more: Any) -> None:
         words: list[str] = _here.words
         words.clear()
+        self._in_flight = count
         try:
             done = self._exporter.export(item, **more)
             succeeded, reason = getattr(done, "name", "") == "SUCCESS", "".join(words)
         except Exception as error:
             succeeded, reason = False, f"{type(error).__name__}: {error}"
+        self._in_flight = 0
+        if not self._counting:
+            return
         if succeeded:
             self.exported += count
         else:
@@ -169,7 +176,6 @@ class _Queue(Exporting, Generic[_Item]):
         self._items: deque[_Item] = deque()
         self._max_items = max_items
         self._max_batch = min(max_batch, max_items)
-        self._in_flight = 0
         self.dropped = 0
         """Items that found the queue full."""
 
@@ -188,9 +194,8 @@ class _Queue(Exporting, Generic[_Item]):
 
     def _turn(self, *, last: bool) -> None:
         while self._items and not self._abandoned:
-            count = self._in_flight = min(len(self._items), self._max_batch)
+            count = min(len(self._items), self._max_batch)
             self._export([self._items.popleft() for _ in range(count)], count)
-            self._in_flight = 0
             if self._stopping and not last:
                 return
 

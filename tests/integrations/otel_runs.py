@@ -44,11 +44,17 @@ def telling_run(directory: Path, sink: OtelSink | None = None) -> tuple[list[dic
             full.write()
         with kv_canary.step(mode="decode"):
             full.forward(4, 30)
-        with pytest.raises(RuntimeError), kv_canary.step(mode="decode"):
-            full.plan([1], [5], [1])
-            raise RuntimeError("canary: batch of 9 exceeds write_req_capacity=8")
+        with pytest.raises(RuntimeError):
+            failing_step(full)
         assert session.flush(10)
     return rows(directory), sink.stats
+
+
+def failing_step(engine: Engine) -> None:
+    """A step that the engine gives up after its plan."""
+    with kv_canary.step(mode="decode"):
+        engine.plan([1], [5], [1])
+        raise RuntimeError("canary: batch of 9 exceeds write_req_capacity=8")
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
