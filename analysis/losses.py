@@ -24,6 +24,9 @@ MEANINGS: Final = {
 """Counter → what it counts. Counters that a newer session adds keep their own name."""
 
 _NOT_COUNTS: Final = ("last_lost_seq", "violations_lost_from")
+_MADE_GOOD: Final = "sink_errors"
+"""A sink that failed was offered its rows again: what it never took is counted as rows_dropped."""
+
 _ROWS: Final = ("ring_overwritten", "host_ring_overwritten", "rows_dropped")
 
 
@@ -34,15 +37,24 @@ class Losses:
     Attributes:
         counters: From the run file, plus `rows_missing` from the rows. None: not known.
         last_lost_seq: Highest ring number that is known to be lost, or None.
+        violations_lost_from: Step from which on violations have no detail, or None.
     """
 
     counters: Mapping[str, int | None]
     last_lost_seq: int | None = None
+    violations_lost_from: int | None = None
 
     @property
     def any(self) -> bool:
-        """Whether anything was lost."""
-        return any(self.counters.values())
+        """Whether anything was lost. Errors of a sink that took its rows later lost nothing."""
+        return any(count for name, count in self.counters.items() if name != _MADE_GOOD)
+
+    @property
+    def only_detail(self) -> bool:
+        """Whether nothing but the detail of violations was lost: every figure of a row is there."""
+        return self.any and not any(
+            count for name, count in self.counters.items() if name not in (_MADE_GOOD, "violations_lost")
+        )
 
     @property
     def rows(self) -> int:
@@ -53,7 +65,14 @@ class Losses:
     @property
     def sentence(self) -> str:
         """What was lost, in words."""
-        return ", ".join(f"{count:,} {MEANINGS.get(name, name)}" for name, count in self.counters.items() if count)
+        return ", ".join(
+            f"{count:,} {MEANINGS.get(name, name)}{self._since(name)}" for name, count in self.counters.items() if count
+        )
+
+    def _since(self, name: str) -> str:
+        if name != "violations_lost" or self.violations_lost_from is None:
+            return ""
+        return f" from step {self.violations_lost_from:,} on"
 
 
 def read_losses(dataset: Dataset, series: Sequence[Series], until: int | None) -> dict[tuple[str, int], Losses]:
@@ -74,5 +93,9 @@ def read_losses(dataset: Dataset, series: Sequence[Series], until: int | None) -
             high = max(one.seq_range[1] for one in ours if one.seq_range)
             missing = max(0, high - low + 1 - sum(one.seqs for one in ours))
         counters = {name: value for name, value in run.losses.items() if name not in _NOT_COUNTS}
-        losses[run.run, run.rank] = Losses({**counters, "rows_missing": missing}, run.losses.get("last_lost_seq"))
+        losses[run.run, run.rank] = Losses(
+            {**counters, "rows_missing": missing},
+            run.losses.get("last_lost_seq"),
+            run.losses.get("violations_lost_from"),
+        )
     return losses

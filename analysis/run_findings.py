@@ -167,13 +167,18 @@ def _lost(losses: Mapping[tuple[str, int], Losses]) -> Iterator[Finding]:
     for (run, rank), lost in losses.items():
         if not lost.any:
             continue
+        means = (
+            "they are counted in the rows, and what they were is not known"
+            if lost.only_detail
+            else "figures here are lower bounds"
+        )
         yield Finding(
             rule="rows-lost",
             severity="warning",
             rank=rank,
             run=run,
             steps=None,
-            reason=f"the record has holes: {lost.sentence}; figures here are lower bounds",
+            reason=f"the record has holes: {lost.sentence}; {means}",
         )
 
 

@@ -94,12 +94,13 @@ def test_ring_overflow_of_violations(tmp_path: Path) -> None:
     """Case 8: 1025 violations into a ring of 1024: breached, and the losses say how many were lost."""
     count = np.minimum(np.arange(30) * 50, 1025)
     root = dataset(tmp_path, steps_table(30, violations=count, violations_new=np.diff(count, prepend=0)),
-                   losses={"violations_lost": 1, "last_lost_seq": None})  # fmt: skip
+                   losses={"violations_lost": 1, "violations_lost_from": 21, "last_lost_seq": None})  # fmt: skip
     analysis = analyze(root)
     (ring,) = [one for one in analysis.findings if one.capacity == "violation_ring"]
     assert (ring.severity, ring.headroom, ring.steps) == ("breached", -1, (21, 29))
     (lost,) = by_rule(analysis, "rows-lost")
-    assert "1 violations whose detail no longer fitted" in lost.reason
+    assert "1 violations whose detail no longer fitted the ring from step 21 on" in lost.reason
+    assert "lower bounds" not in lost.reason  # the rows themselves are whole
 
 
 def test_graph_fallback_share(tmp_path: Path) -> None:
@@ -117,6 +118,13 @@ def test_missing_rank_is_named(tmp_path: Path) -> None:
         write_run(tmp_path, rank=rank, world_size=4)
     (found,) = by_rule(analyze(tmp_path), "missing-rank")
     assert (found.severity, found.rank) == ("warning", 2) and "rank 2" in found.reason
+
+
+def test_a_sink_that_took_its_rows_later_lost_nothing(tmp_path: Path) -> None:
+    """Errors of a sink alone are no holes in the record."""
+    analysis = analyze(dataset(tmp_path, steps_table(10), losses={"sink_errors": 3, "rows_dropped": 0}))
+    assert not by_rule(analysis, "rows-lost")
+    assert analysis.to_json()["losses"]["sink_errors"] == 3
 
 
 def test_losses_are_told(tmp_path: Path) -> None:
