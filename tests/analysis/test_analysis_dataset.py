@@ -194,7 +194,7 @@ def test_tail_that_is_sealed_while_it_is_read(tmp_path: Path, monkeypatch: pytes
     encoder = Encoder(STEPS.arrow)
     tail = TailFile(live_path(tmp_path, "steps", "r1", 0, 4711, 1), encoder.header)
     tail.append(encoder.encode(rows.to_batches()[0]))
-    read_tails = module._read_tails
+    read_tails = module.read_tails
 
     def seal_after_reading(root: Path) -> object:
         found = read_tails(root)
@@ -202,5 +202,5 @@ def test_tail_that_is_sealed_while_it_is_read(tmp_path: Path, monkeypatch: pytes
         tail.remove()
         return found
 
-    monkeypatch.setattr(module, "_read_tails", seal_after_reading)
+    monkeypatch.setattr(module, "read_tails", seal_after_reading)
     assert analyze(tmp_path).rows == 15
