@@ -4,8 +4,8 @@
 
 Writes a dataset of seeded rows in parts of 200 000, as the Parquet sink does, and runs the command on it and on a small
 one, each in a process of its own, at least three times. p99 is compared with numpy's, computed from the same values.
-Ranks beyond the first are hard links to its parts: `--ranks 10` makes 100 million rows without writing them. Exits with 1
-when a bar of the table is missed; a busy neighbour makes wall time miss, which the CPU time beside it tells.
+Ranks beyond the first are hard links to its parts: `--ranks 10` makes 100 million rows without writing them. Exits
+with 1 when a bar is missed; a busy neighbour makes wall time miss, which the CPU time beside it tells.
 """
 
 from __future__ import annotations
