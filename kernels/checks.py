@@ -6,7 +6,8 @@ that the first sentence stays SGLang's. Nothing here writes to a tensor or reads
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -46,6 +47,29 @@ def refusal(sentence: str, note: str | None = None) -> ValueError:
     error = ValueError(f"kv-canary: {sentence}")
     if note is not None and hasattr(error, "add_note"):  # Python 3.11
         error.add_note(note)
+    return error
+
+
+def wrong_kind(
+    error: AttributeError, tensors: Mapping[str, object], objects: Mapping[str, tuple[object, type]]
+) -> Exception:
+    """What to raise for an attribute that a check did not find: which argument is no tensor, plan or context.
+
+    Args:
+        error: Of a check; given back where every argument is what it should be.
+        tensors: Argument name → value, those that may be left out only if they were given.
+        objects: Argument name → (value, dataclass whose fields it must have; the peer's have them too).
+    """
+    for name, (value, kind) in objects.items():
+        for field in fields(kind):
+            if not hasattr(value, field.name):
+                return TypeError(f"kv-canary: {name} must be a {kind.__name__}, got {type(value).__name__}")
+            part = getattr(value, field.name)
+            if field.type in ("Tensor", Tensor) and not isinstance(part, Tensor):
+                return TypeError(f"kv-canary: {name}.{field.name} must be a torch.Tensor, got {type(part).__name__}")
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            return TypeError(f"kv-canary: {name} must be a torch.Tensor, got {type(value).__name__}")
     return error
 
 

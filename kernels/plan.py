@@ -11,7 +11,7 @@ from torch import Tensor
 from . import hooks
 from .backend import backend_for
 from .buffers import VerifyPlan, WritePlan
-from .checks import check_entries, check_offsets, check_overflow, check_plan
+from .checks import check_entries, check_offsets, check_overflow, check_plan, wrong_kind
 from .layout import MAX_REQS_PER_LAUNCH
 
 __all__ = ["Overflow", "launch_canary_plan_kernels", "launch_plan_entries_kernel", "launch_plan_offsets_kernel"]
@@ -170,6 +170,7 @@ def launch_canary_plan_kernels(
         rotate_cursor: [1] int64, moved on by the launch. Required for "rotate".
 
     Raises:
+        TypeError: an argument is no plan or tensor.
         ValueError: an argument is not as above; nothing has been written. The torch backend also refuses a prefix past
             its row and a slot past the map; the Triton backend leaves such entries out and counts them
             (`skipped_entries`).
@@ -179,23 +180,43 @@ def launch_canary_plan_kernels(
     """
 
     def launch() -> None:
-        run_plan(
-            verify_plan_out=verify_plan_out,
-            write_plan_out=write_plan_out,
-            req_pool_indices=req_pool_indices,
-            prefix_lens=prefix_lens,
-            extend_seq_lens=extend_seq_lens,
-            req_to_token=req_to_token,
-            swa_window_size=swa_window_size,
-            full_to_swa_index_mapping=full_to_swa_index_mapping,
-            verify_capacity=verify_capacity,
-            req_to_verify_expected_tokens=req_to_verify_expected_tokens,
-            req_to_verify_expected_tokens_valid_lens=req_to_verify_expected_tokens_valid_lens,
-            kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,
-            overflow=overflow,
-            rotate_cursor=rotate_cursor,
-            max_reqs=MAX_REQS_PER_LAUNCH,
-        )
+        try:
+            run_plan(
+                verify_plan_out=verify_plan_out,
+                write_plan_out=write_plan_out,
+                req_pool_indices=req_pool_indices,
+                prefix_lens=prefix_lens,
+                extend_seq_lens=extend_seq_lens,
+                req_to_token=req_to_token,
+                swa_window_size=swa_window_size,
+                full_to_swa_index_mapping=full_to_swa_index_mapping,
+                verify_capacity=verify_capacity,
+                req_to_verify_expected_tokens=req_to_verify_expected_tokens,
+                req_to_verify_expected_tokens_valid_lens=req_to_verify_expected_tokens_valid_lens,
+                kv_token_id_vs_position_offset=kv_token_id_vs_position_offset,
+                overflow=overflow,
+                rotate_cursor=rotate_cursor,
+                max_reqs=MAX_REQS_PER_LAUNCH,
+            )
+        except AttributeError as error:
+            tensors = {
+                "req_pool_indices": req_pool_indices,
+                "prefix_lens": prefix_lens,
+                "extend_seq_lens": extend_seq_lens,
+                "req_to_token": req_to_token,
+            }
+            optional = {
+                "full_to_swa_index_mapping": full_to_swa_index_mapping,
+                "req_to_verify_expected_tokens": req_to_verify_expected_tokens,
+                "req_to_verify_expected_tokens_valid_lens": req_to_verify_expected_tokens_valid_lens,
+                "rotate_cursor": rotate_cursor,
+            }
+            given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+            objects: dict[str, tuple[object, type]] = {
+                "verify_plan_out": (verify_plan_out, VerifyPlan),
+                "write_plan_out": (write_plan_out, WritePlan),
+            }
+            raise wrong_kind(error, tensors | given, objects) from error
 
     if hooks.observer is None:
         launch()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import hooks
 from .backend import backend_for
 from .buffers import VerifyOrWriteContext, VerifyPlan
-from .checks import check_verify
+from .checks import check_verify, wrong_kind
 
 __all__ = ["launch_canary_verify_kernel"]
 
@@ -29,6 +29,7 @@ def launch_canary_verify_kernel(
         check_verify_expected_token: Whether to compare tokens, where the plan knows them (not -1).
 
     Raises:
+        TypeError: an argument is no plan or context, or a part of it no tensor.
         ValueError: an argument is not as `VerifyOrWriteContext` and `VerifyPlan` say, or has over four sources; nothing
             has been written. The torch backend also refuses a slot outside the buffer or a source; the Triton backend
             leaves such entries out and counts them (`skipped_entries`).
@@ -38,7 +39,12 @@ def launch_canary_verify_kernel(
     """
 
     def launch() -> None:
-        check_verify(context=context, plan=plan)
+        try:
+            check_verify(context=context, plan=plan)
+        except AttributeError as error:
+            raise wrong_kind(
+                error, {}, {"context": (context, VerifyOrWriteContext), "plan": (plan, VerifyPlan)}
+            ) from error
         backend_for(context.canary_buf.device).verify(
             context=context, plan=plan, check_verify_expected_token=bool(check_verify_expected_token)
         )

@@ -7,7 +7,7 @@ from torch import Tensor
 from . import hooks
 from .backend import backend_for
 from .buffers import VerifyOrWriteContext, WritePlan
-from .checks import check_write
+from .checks import check_write, wrong_kind
 
 __all__ = ["launch_canary_write_kernel"]
 
@@ -45,6 +45,7 @@ def launch_canary_write_kernel(
         expected_input_positions: [num_tokens] int64; None without the comparison.
 
     Raises:
+        TypeError: an argument is no plan, context or tensor.
         ValueError: an argument is not as above; nothing has been written. The torch backend also refuses a slot outside
             the buffer or a source, and offsets past the tokens; the Triton backend leaves such tokens out and counts
             them (`skipped_entries`).
@@ -54,16 +55,29 @@ def launch_canary_write_kernel(
     """
 
     def launch() -> None:
-        check_write(
-            context=context,
-            plan=plan,
-            input_ids=input_ids,
-            positions=positions,
-            out_cache_loc=out_cache_loc,
-            enable_write_input_assert=enable_write_input_assert,
-            expected_input_tokens=expected_input_tokens,
-            expected_input_positions=expected_input_positions,
-        )
+        try:
+            check_write(
+                context=context,
+                plan=plan,
+                input_ids=input_ids,
+                positions=positions,
+                out_cache_loc=out_cache_loc,
+                enable_write_input_assert=enable_write_input_assert,
+                expected_input_tokens=expected_input_tokens,
+                expected_input_positions=expected_input_positions,
+            )
+        except AttributeError as error:
+            tokens: dict[str, object] = {"input_ids": input_ids, "positions": positions, "out_cache_loc": out_cache_loc}
+            if enable_write_input_assert:
+                tokens |= {
+                    "expected_input_tokens": expected_input_tokens,
+                    "expected_input_positions": expected_input_positions,
+                }
+            objects: dict[str, tuple[object, type]] = {
+                "context": (context, VerifyOrWriteContext),
+                "plan": (plan, WritePlan),
+            }
+            raise wrong_kind(error, tokens, objects) from error
         backend_for(context.canary_buf.device).write(
             context=context,
             plan=plan,

@@ -306,3 +306,35 @@ def test_write(fault: dict[str, Any], message: str) -> None:
         kernels.launch_canary_write_kernel(context=context, plan=plan, **good | fault)
     assert str(caught.value).startswith(f"kv-canary: {message}")
     assert_same_words(context, before)
+
+
+# --- what is no tensor at all ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [None, [1, 2], 3, "x"], ids=repr)
+def test_what_is_no_tensor_is_named(wrong: Any) -> None:
+    """Lists, numbers and nothing: a TypeError that names the argument, and outputs untouched."""
+    case = plan_case(5)
+    plans = case.outputs()
+    good = {"verify_plan_out": plans[0], "write_plan_out": plans[1], **case.inputs}
+    before = clone(plans[0]), clone(plans[1])
+    for name in ("verify_plan_out", "write_plan_out", "req_pool_indices", "prefix_lens", "req_to_token"):
+        with pytest.raises(TypeError, match=f"^kv-canary: {name} must be a "):
+            kernels.launch_canary_plan_kernels(**{**good, name: wrong})
+    for plan, was in zip(plans, before, strict=True):
+        assert_same_words(plan, was)
+    context = changed(random_context(Draw(3, "cpu"), 50), real_kv_sources=())
+    verify_plan = verify_plan_of(Draw(1, "cpu"), [(1, -1, 0, -1)])
+    for parts, name in (
+        ({"context": wrong}, "context"),
+        ({"plan": wrong}, "plan"),
+        ({"context": changed(context, violation_ring=wrong)}, r"context\.violation_ring"),
+    ):
+        arguments = {"context": context, "plan": verify_plan, "check_verify_expected_token": False, **parts}
+        with pytest.raises(TypeError, match=f"^kv-canary: {name} must be a "):
+            kernels.launch_canary_verify_kernel(**arguments)
+    tokens = write_case(9)
+    with pytest.raises(TypeError, match=r"^kv-canary: input_ids must be a "):
+        kernels.launch_canary_write_kernel(
+            context=tokens.context, plan=tokens.plan, **{**tokens.inputs, "input_ids": wrong}
+        )
