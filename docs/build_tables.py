@@ -6,6 +6,7 @@ python docs/build_tables.py
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvcanary_trace.kernels.layout import FailReason, ProbeWord, SlotField, ViolationField
@@ -33,13 +34,14 @@ def columns(table: Table) -> str:
     return "\n".join(rows)
 
 
+def _code(flags: Iterable[str]) -> str:
+    return ", ".join(f"`{flag}`" for flag in flags) or "none"
+
+
 def capacities() -> str:
     """The capacities: what demands them, what limits them, what happens past the limit, what to change."""
     rows = ["## Capacities\n", "| id | demand | limit | past it | lever |", "|---|---|---|---|---|"]
-    rows += [
-        f"| `{c.id}` | `{c.demand}` | `{c.limit}` | {c.consequence} | {', '.join(f'`{flag}`' for flag in c.levers) or 'none'} |"
-        for c in CAPACITIES
-    ]
+    rows += [f"| `{c.id}` | `{c.demand}` | `{c.limit}` | {c.consequence} | {_code(c.levers)} |" for c in CAPACITIES]
     return "\n".join(rows)
 
 

@@ -2,8 +2,8 @@
 
     python examples/01_trace_a_loop.py [DIR]
 
-The loop below is a toy engine: requests arrive, prefill 24 tokens, decode one token a step and leave after 60. Its canary
-buffers are sized for 12 requests, and arrivals grow towards that, so the analysis has something to announce.
+The loop below is a toy engine: requests arrive, prefill 24 tokens, decode one token a step and leave after 60. Its
+canary buffers are sized for 12 requests, and arrivals grow towards that, so the analysis has something to announce.
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ from .sinks import Sink
 from .steps import known, step
 
 if TYPE_CHECKING:
-    from .sinks.otel_host import HostSpans
     import torch
 
     from .device_rows import DeviceRecorder
+    from .sinks.otel_host import HostSpans
 
 __all__ = ["Session", "TraceStats", "step", "trace"]
 
@@ -481,8 +481,8 @@ class trace:
         engine: Engine arguments, for the run file.
         capacities: For the run file; dicts with `capacity`, `group`, `value` and `origin`.
         nvtx: Whether to emit NVTX ranges when a tool listens.
-        device_rows: Whether CUDA devices publish their rows themselves, from inside captured graphs too. Off by default:
-            the kernels are proven on a device, the session around them only in Triton's interpreter so far.
+        device_rows: Whether CUDA devices publish their rows themselves, from inside captured graphs too. Off by
+            default: the kernels are proven on a device, the session around them only in Triton's interpreter so far.
         otel: Whether to export by OpenTelemetry; when None, where the host set a provider or `OTEL_*` an endpoint.
         device: What the engine runs on, for the run file.
 
