@@ -13,7 +13,7 @@ from random import random
 from time import time_ns as clock_ns
 from typing import TYPE_CHECKING, Any, Final
 
-from opentelemetry.context import attach, detach
+from opentelemetry.context import attach, detach, get_current
 from opentelemetry.trace import get_current_span, set_span_in_context
 
 from kvcanary_trace import names
@@ -123,15 +123,19 @@ class HostSpans:
     def _begin(self, step: step, half: list[Any], parent: step | None) -> Opened | None:
         if half[_SPAN] != NOT_MEASURED:
             half[_HIGH] = half[_LOW] = half[_SPAN] = NOT_MEASURED  # a step object that is used again
-        ambient = get_current_span().get_span_context()
+        context = get_current()
+        # Most engines step in no span at all: then the context is empty.
+        ambient = get_current_span(context).get_span_context() if context else None
+        if ambient is not None and not ambient.is_valid:
+            ambient = None
         if parent is not None:
             wanted = parent._span is not None
-        elif ambient.is_valid and (self._follow_parent or not ambient.trace_flags.sampled):
+        elif ambient is not None and (self._follow_parent or not ambient.trace_flags.sampled):
             wanted = bool(ambient.trace_flags.sampled)
         else:
             wanted = random() < self._rate
         if not wanted:
-            if ambient.is_valid and ambient.trace_flags.sampled:
+            if ambient is not None and ambient.trace_flags.sampled:
                 _put_ids(half, ambient)  # what the drain thread links to, if it keeps the step
             return None
         return self._start(step, half)
