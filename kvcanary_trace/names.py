@@ -14,5 +14,11 @@ WRITE: Final = "write"
 
 RANGES: Final = (STEP, PLAN, VERIFY, WRITE)
 
+STEP_REPLAY: Final = f"{STEP} (graph replay: its {PLAN}, {VERIFY} and {WRITE} are in the rows)"
+"""The range of a step that replays a CUDA graph: no Python runs inside, so there are no ranges inside either."""
+
+COLORS: Final = {STEP: 0xFF7F7F7F, PLAN: 0xFF0072B2, VERIFY: 0xFF009E73, WRITE: 0xFFE69F00}
+"""ARGB colours of ranges on a timeline; a palette that colour-blind people can tell apart."""
+
 DRAIN_THREAD: Final = "kvcanary-trace-drain"
 LOGGER: Final = "kvcanary_trace"

@@ -289,5 +289,6 @@ class Observer:
 
 
 def _payload(row: list[Any]) -> int | None:
-    bs: int = row[_BS]
-    return None if bs == NOT_MEASURED else bs
+    bs = row[_BS]
+    # NVTX takes Python's own integers only.
+    return None if bs == NOT_MEASURED else int(bs)

@@ -94,13 +94,15 @@ class TraceStats:
 class Session:
     """An open trace. `record`, `stats`, `flush` and `close` may be called on any thread."""
 
-    def __init__(self, sinks: Sequence[Sink], settings: Mapping[str, config.Effective], run: Run) -> None:
+    def __init__(
+        self, sinks: Sequence[Sink], settings: Mapping[str, config.Effective], run: Run, nvtx_domain: Any | None = None
+    ) -> None:
         """Prepare a session; `trace()` opens it."""
         self.run = run
         self.closed = False
         self.ring_rows: int = settings["ring_rows"].value
         self.write_entry_capacity: int | None = settings["write_entry_capacity"].value
-        self.nvtx_domain = nvtx_ranges.open_domain(settings["nvtx"].value)
+        self.nvtx_domain = nvtx_domain
         self.host_spans: HostSpans | None = None
         """Spans that are current during a step; `trace()` sets them where OpenTelemetry is on."""
         self.step_numbers = itertools.count()
@@ -352,6 +354,10 @@ class Session:
         self.recorders.append(made)
         return made
 
+    def device_rings(self) -> set[int]:
+        """Numbers of the rings whose rows carry a device's clock."""
+        return {recorder.number for recorder in self.recorders}
+
     def lanes(self) -> list[Lane]:
         """All lanes that may still have rows."""
         return self._lanes.copy()
@@ -382,6 +388,22 @@ class Session:
             message = describe(error)
             forward.error = error_number(None, message)
             forward.message = self._message_number(message)
+
+    def note_refused(
+        self, *, bs: int, write_entries: int, write_req_capacity: int | None, verify_capacity: int | None
+    ) -> None:
+        """Give the open step a row for a batch that the engine refused before it planned anything."""
+        lane = self.lane()
+        row = lane.begin_forward(0).new_row(0, None)
+        row[ProbeWord.TIME_NS] = time.time_ns()
+        row[ProbeWord.BS] = row[ProbeWord.BS_LAUNCHED] = bs
+        row[ProbeWord.WRITE_ENTRIES] = write_entries
+        for word, value in (
+            (ProbeWord.WRITE_REQ_CAPACITY, write_req_capacity),
+            (ProbeWord.VERIFY_CAPACITY, verify_capacity),
+        ):
+            if value is not None:
+                row[word] = value
 
     def about_to_close(self) -> None:
         """All rows went to the sinks; the run file's last state is due."""
@@ -551,7 +573,17 @@ class trace:
             settings={name: {"value": e.value, "origin": e.origin} for name, e in self._settings.items()},
         )
         sinks = list(self._sinks(value))
-        session = Session(sinks, self._settings, run)
+        domain = nvtx_ranges.open_domain(value["nvtx"])
+        counters = None
+        if domain is not None:
+            from .sinks.nvtx_counters import counters_of
+
+            counters = counters_of(domain)
+            if counters is not None:
+                sinks.append(counters)
+        session = Session(sinks, self._settings, run, domain)
+        if counters is not None:
+            counters.device_rings = session.device_rings
         opened: list[Sink] = []
         try:
             for sink in sinks:

@@ -181,7 +181,8 @@ class step(Forward):
             if lane.ranges is not None:
                 half = self._half
                 resident = half[_RESIDENT_REQS]
-                lane.ranges.push(names.STEP, MODE_NAMES[half[_MODE]], None if resident == NOT_MEASURED else resident)
+                name = names.STEP_REPLAY if half[_GRAPH_REPLAY] == 1 else names.STEP
+                lane.ranges.push(name, MODE_NAMES[half[_MODE]], None if resident == NOT_MEASURED else int(resident))
             lane.step = lane.forward = self
             self._lane = lane
             if lane.spans is not None:

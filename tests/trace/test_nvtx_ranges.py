@@ -27,7 +27,7 @@ class Domain:
         self.events: list[tuple[Any, ...]] = []
         self.made = 0
 
-    def get_event_attributes(self, message: str, category: str) -> Attributes:
+    def get_event_attributes(self, message: str, color: int, category: str) -> Attributes:
         self.made += 1
         return Attributes(message, category)
 
@@ -47,19 +47,19 @@ def domain(monkeypatch: pytest.MonkeyPatch) -> Domain:
 
 
 def test_ranges_of_a_step(domain: Domain, tmp_path: Path) -> None:
-    """Step around plan, verify and write; categories say mode, group and launch; payloads are the active batch size."""
+    """Step around plan, verify and write; categories say phase, and mode, group or launch; payloads are batch sizes."""
     engine = Engine()
     with kv_canary.trace(tmp_path), kv_canary.step(mode="decode", resident_reqs=2):
         engine.plan([4, 0, 6], [1, 1, 1], [1, 1, 1])
         engine.verify()
         engine.write()
     assert domain.events == [
-        ("step", "decode", 2),
-        ("plan", "full", 2),
+        ("step", "step decode", 2),
+        ("plan", "plan full", 2),
         ("pop",),
-        ("verify", "HEAD_K_FULL", 2),
+        ("verify", "verify HEAD_K_FULL", 2),
         ("pop",),
-        ("write", "HEAD_K_FULL", 2),
+        ("write", "write HEAD_K_FULL", 2),
         ("pop",),
         ("pop",),
     ]
