@@ -27,6 +27,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .integrations.sglang import instrument, uninstrument
     from .kernels.buffers import RealKvSource, VerifyOrWriteContext, VerifyPlan, WritePlan
     from .kernels.chunks import plan_chunks
     from .kernels.layout import CanaryLaunchTag, FailReason, RealKvHashMode
@@ -51,6 +52,7 @@ _HOME = {
     "VerifyOrWriteContext": ".kernels.buffers",
     "VerifyPlan": ".kernels.buffers",
     "WritePlan": ".kernels.buffers",
+    "instrument": ".integrations.sglang",
     "launch_canary_plan_kernels": ".kernels.plan",
     "launch_canary_verify_kernel": ".kernels.verify",
     "launch_canary_write_kernel": ".kernels.write",
@@ -59,6 +61,7 @@ _HOME = {
     "plan_chunks": ".kernels.chunks",
     "step": ".session",
     "trace": ".session",
+    "uninstrument": ".integrations.sglang",
 }
 
 __all__ = [
@@ -81,6 +84,7 @@ __all__ = [
     "WorkloadError",
     "WritePlan",
     "__version__",
+    "instrument",
     "launch_canary_plan_kernels",
     "launch_canary_verify_kernel",
     "launch_canary_write_kernel",
@@ -89,6 +93,7 @@ __all__ = [
     "plan_chunks",
     "step",
     "trace",
+    "uninstrument",
 ]
 
 

@@ -15,6 +15,9 @@ Origin = Literal["argument", "environment", "default"]
 
 PREFIX: Final = "KVCANARY_TRACE_"
 
+SWITCH: Final = "KVCANARY_TRACE"
+"""The variable that switches tracing on in programs that know nothing of it; `KVCANARY_TRACE_DIR` does too."""
+
 OTHERS: Final = ("BACKEND",)
 """Variables of the same prefix that other parts read."""
 
@@ -99,6 +102,22 @@ SETTINGS: Final = (
     Setting("otel", _otel, "auto, 1, 0, true, false, on, off, yes or no", None),
 )
 _BY_NAME: Final = {setting.name: setting for setting in SETTINGS}
+
+
+def is_wanted(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment asks to trace a program that does not ask for it itself.
+
+    Raises:
+        SettingError: `KVCANARY_TRACE` says neither yes nor no.
+    """
+    environ = os.environ if environ is None else environ
+    asked = environ.get(SWITCH)
+    if not asked:
+        return bool(environ.get(PREFIX + "DIR"))
+    try:
+        return _switch(asked)
+    except KeyError:
+        raise SettingError(f"{SWITCH} must be 1, 0, true, false, on, off, yes or no, got {asked!r}") from None
 
 
 def resolve(arguments: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> dict[str, Effective]:

@@ -46,22 +46,31 @@ class Mode(IntEnum):
 class ErrorCode(Enum):
     """Stable codes of the `error` column, with the words that name each in a message of the engine or of a launcher."""
 
-    BS_EXCEEDS_WRITE_REQ_CAPACITY = ("bs-exceeds-write-req-capacity", "exceeds write_req_capacity=")
+    BS_EXCEEDS_WRITE_REQ_CAPACITY = (
+        "bs-exceeds-write-req-capacity",
+        "exceeds write_req_capacity=",
+        "exceeds pre-allocated write_req_capacity=",  # the engine's own check, before any launch
+        "exceeds static capacity",
+    )
     BS_EXCEEDS_PLAN_BLOCK = ("bs-exceeds-plan-block", "supports at most bs=")
     WRITE_OFFSETS_LENGTH = ("write-offsets-length", "write_offsets_len must equal write_req_capacity + 1")
     VERIFY_CAPACITY_MISMATCH = ("verify-capacity-mismatch", "does not match verify_plan_out")
-    WRITE_ENTRIES_EXCEED_CAPACITY = ("write-entries-exceed-capacity", "exceeds write_entry_capacity=")
+    WRITE_ENTRIES_EXCEED_CAPACITY = (
+        "write-entries-exceed-capacity",
+        "exceeds write_entry_capacity=",
+        "exceeds pre-allocated write_entry_capacity=",
+    )
     INVALID_ARGUMENT = ("invalid-argument", "kv-canary: ")
     OTHER = ("other", "")
 
-    def __init__(self, code: str, words: str) -> None:
+    def __init__(self, code: str, *words: str) -> None:
         self.code = code
         self.words = words
 
     @classmethod
     def of(cls, message: str) -> ErrorCode:
         """The code of an error message; the most specific one whose words it has."""
-        return next(member for member in cls if member.words in message)
+        return next(member for member in cls if any(words in message for words in member.words))
 
 
 class HostWord(IntEnum):
