@@ -20,5 +20,13 @@ STEP_REPLAY: Final = f"{STEP} (graph replay: its {PLAN}, {VERIFY} and {WRITE} ar
 COLORS: Final = {STEP: 0xFF7F7F7F, PLAN: 0xFF0072B2, VERIFY: 0xFF009E73, WRITE: 0xFFE69F00}
 """ARGB colours of ranges on a timeline; a palette that colour-blind people can tell apart."""
 
+VIOLATION: Final = "violation"
+
+
+def counter_name(capacity: str, runner: str | None, group: str | None) -> str:
+    """What a timeline calls the counters of a capacity's id: `verify full`, `verify full draft`, `kv_pool`."""
+    return " ".join([capacity, *([group] if group else []), *([runner] if runner not in (None, "target") else [])])
+
+
 DRAIN_THREAD: Final = "kvcanary-trace-drain"
 LOGGER: Final = "kvcanary_trace"

@@ -23,16 +23,9 @@ from .otel_rows import Flags, Ints, StepRows
 if TYPE_CHECKING:
     from kvcanary_trace.runfile import Run
 
-__all__ = ["NvtxCounters", "counter_name", "counters_of"]
+__all__ = ["NvtxCounters", "counters_of"]
 
 _log: Final = logging.getLogger(names.LOGGER)
-
-
-def counter_name(capacity: Capacity, runner: str, group: str | None) -> str:
-    """What a timeline calls the counters of one capacity: `verify full`, `verify full draft`, `kv_pool`."""
-    if not capacity.grouped:
-        return capacity.id
-    return " ".join([capacity.id, *([group] if group else []), *([runner] if runner != "target" else [])])
 
 
 def counters_of(domain: Any) -> NvtxCounters | None:
@@ -90,11 +83,11 @@ class NvtxCounters:
         for runner, group, index in rows.series():
             for capacity in CAPACITIES:
                 if capacity.grouped:
-                    self._submit(rows, capacity, counter_name(capacity, runner, group), index, on_device)
+                    self._submit(rows, capacity, names.counter_name(capacity.id, runner, group), index, on_device)
         for capacity in CAPACITIES:
             if not capacity.grouped:
                 first = rows.first_rows()
-                self._submit(rows, capacity, counter_name(capacity, "target", None), first, on_device)
+                self._submit(rows, capacity, names.counter_name(capacity.id, None, None), first, on_device)
 
     def _submit(self, rows: StepRows, capacity: Capacity, name: str, index: Ints, on_device: Flags) -> None:
         index, demand, limit = rows.load(capacity, index)

@@ -13,7 +13,6 @@ import pytest
 from kvcanary_trace import names
 from kvcanary_trace.pressure.capacities import BY_ID, CAPACITIES
 from kvcanary_trace.sinks import otel_names
-from kvcanary_trace.sinks.nvtx_counters import counter_name
 
 INT64_PAYLOAD = 2  # NVTX_PAYLOAD_TYPE_INT64
 FLOAT64, INT64 = 44, 17  # NVTX_PAYLOAD_ENTRY_TYPE_*
@@ -60,6 +59,11 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
     at = table.schema.get_field_index("time")
     table = table.set_column(at, "time", table["time"].cast(pa.int64()))
     return sorted(table.to_pylist(), key=lambda row: row["step"])
+
+
+def series(capacity: Any) -> str:
+    """The counter's name in a loop of one runner and one group."""
+    return names.counter_name(capacity.id, "target", "full" if capacity.grouped else None)
 
 
 def ranges(log: Any) -> list[tuple[str, ...]]:
@@ -145,7 +149,7 @@ def test_counters_equal_the_rows(seen: tuple[Any, Any], capacity: Any) -> None:
         if demand is not None and limit is not None:
             expected.append((row["time"], {"demand": demand, "limit": limit, "utilization": demand / limit}))
     assert len(expected) == (0 if capacity.id == "write_entry" else STEPS)  # nobody gave a write_entry_capacity
-    samples = log.samples(counter_name(capacity, "target", "full"))
+    samples = log.samples(series(capacity))
     assert samples == expected
 
 
@@ -153,7 +157,7 @@ def test_counters_say_unit_bounds_and_clock(seen: tuple[Any, Any]) -> None:
     """A group of three fields for each capacity, each with its unit and a lower bound; host times are named as such."""
     log, _ = seen
     assert {event["name"] for event in log.of("counter")} == {
-        counter_name(BY_ID[name], "target", "full") for name in BY_ID if name != "write_entry"
+        series(BY_ID[name]) for name in BY_ID if name != "write_entry"
     }
     for counter in log.of("counter"):
         assert counter["time_domain"] == REALTIME and log.domains[counter["domain"]] == names.DOMAIN
