@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .session import Session, TraceStats, step, trace
     from .sinks import Sink
     from .sinks.parquet import ParquetSink
+    from .traced import traced
 
 __version__ = "0.1.0"
 
@@ -61,6 +62,7 @@ _HOME = {
     "plan_chunks": ".kernels.chunks",
     "step": ".session",
     "trace": ".session",
+    "traced": ".traced",
     "uninstrument": ".integrations.sglang",
 }
 
@@ -93,6 +95,7 @@ __all__ = [
     "plan_chunks",
     "step",
     "trace",
+    "traced",
     "uninstrument",
 ]
 

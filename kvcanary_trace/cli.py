@@ -27,12 +27,16 @@ COMMANDS: Final = {
     "replay": "kvcanary_trace.replay.commands",
     "analyze": "kvcanary_trace.analysis.commands",
     "lint": "kvcanary_trace.analysis.lint_command",
+    "export": "kvcanary_trace.analysis.export",
     "recover": "kvcanary_trace.sinks.commands",
+    "run": "kvcanary_trace.run_command",
 }
 """Command → the module with a function of that name."""
 
-TAKES_FOREIGN_OPTIONS: Final = frozenset({"lint"})
-"""Commands whose arguments are another program's options."""
+SETTINGS: Final[dict[str, dict[str, Any]]] = {
+    "lint": {"ignore_unknown_options": True},  # its arguments are another program's options
+    "run": {"ignore_unknown_options": True, "allow_interspersed_args": False},  # after the program all is its
+}
 
 
 class _LazyGroup(TyperGroup):
@@ -45,8 +49,9 @@ class _LazyGroup(TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        settings = {"ignore_unknown_options": True} if cmd_name in TAKES_FOREIGN_OPTIONS else {}
-        one.command(cmd_name, context_settings=settings)(getattr(import_module(COMMANDS[cmd_name]), cmd_name))
+        one.command(cmd_name, context_settings=SETTINGS.get(cmd_name, {}))(
+            getattr(import_module(COMMANDS[cmd_name]), cmd_name)
+        )
         return typer.main.get_command(one)
 
 

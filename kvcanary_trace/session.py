@@ -100,6 +100,8 @@ class Session:
         """Prepare a session; `trace()` opens it."""
         self.run = run
         self.closed = False
+        self.automatic = False
+        """Whether nobody asked for it in the program: then it makes way for a session that somebody asks for."""
         self.ring_rows: int = settings["ring_rows"].value
         self.write_entry_capacity: int | None = settings["write_entry_capacity"].value
         self.nvtx_domain = nvtx_domain
@@ -557,6 +559,8 @@ class trace:
         self._session: Session | None = None
 
     def __enter__(self) -> Session:
+        if steps.open_session is not None and steps.open_session.automatic:
+            steps.open_session.close()
         if steps.open_session is not None:
             raise SessionError(
                 f"a session is already open (run {steps.open_session.run_id}); sessions do not nest: close it first, "
