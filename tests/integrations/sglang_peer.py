@@ -191,7 +191,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.Scheduler = type("Scheduler", (Scheduler,), {"run_batch": Scheduler.run_batch})  # type: ignore[attr-defined]
 
 
-def _unpacked() -> Path:
+def unpacked() -> Path:
+    """The folder with the wheel's modules; skips the test where the wheel cannot be had."""
     wheel = peer._wheel()
     target = peer._cache() / f"{wheel.stem}-server"
     if not (target / ".complete").is_file():
@@ -207,7 +208,7 @@ def sglang_importable(missing: frozenset[str] = frozenset()) -> Iterator[None]:
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "sglang"}
     for name in before:
         del sys.modules[name]
-    finder = _Finder(_unpacked(), missing)
+    finder = _Finder(unpacked(), missing)
     sys.meta_path.insert(0, finder)
     try:
         yield
