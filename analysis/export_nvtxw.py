@@ -8,7 +8,7 @@ are those of the rows, Unix ns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -101,6 +101,8 @@ class NvtxwWriter:
             try:
                 self._write(track, facts, rows)
             except self._writer.WriterError as error:
+                with suppress(self._writer.WriterError):
+                    self._open.close()
                 raise SettingError(f"the NVTXW backend failed: {error}") from None
             rows.clear()
 

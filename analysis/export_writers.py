@@ -4,7 +4,8 @@ A violation names its slot and the position stored there, no request. `requests`
 what each request of a step had before it and what it added. So the writer of a position is sought among the requests
 that the finding step verified at that position: each of them wrote it in the step whose extend covers it, unless its
 prefix came from the cache. A record that is found wrong again and again was written once: only a step that is possible
-each time is possible at all. One such step is an answer; several, or one that is not recorded, are none.
+each time is possible at all. One such step is an answer; several, or one that is not recorded, are none. One thing can
+fool it: a request that takes over a row of the pool with a cached prefix exactly as long as the one before had got.
 """
 
 from __future__ import annotations

@@ -170,3 +170,21 @@ def under_tool(injection: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
 def wheel_folder() -> Callable[[str], Path]:
     """Fetch a wheel by pip and unpack it: `wheel_folder("nvtx==0.2.15")`."""
     return fetch_wheel
+
+
+@pytest.fixture(scope="session")
+def nvtxw_backend(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The NVTXW backend."""
+    return compiled("backend.c", tmp_path_factory.mktemp("backend"), "nvtxw3/nvtxw3.h")
+
+
+@pytest.fixture
+def resolve() -> Callable[..., Log]:
+    """Make a `Log` of a file; `decode` of this module reads its payloads."""
+    return lambda path, stderr="": Log(read_log(path), stderr)
+
+
+@pytest.fixture
+def decoded() -> Callable[..., list[dict[str, Any]]]:
+    """`decode`, for tests that look at batches themselves."""
+    return decode
