@@ -21,8 +21,10 @@ from . import names
 from .columns import requests_batch, steps_batch, violations_batch
 from .join import Joiner
 from .lane import Lane
+from .monitor import Seen
 from .ring import ROW_WORDS, Words
 from .sinks import Sink
+from .sinks.otel_rows import StepRows
 
 if TYPE_CHECKING:
     from .session import Session
@@ -63,12 +65,12 @@ class _Outlet:
             self.report(error, "its rows are kept for a while and offered again")
             self._trim()
 
-    def annotate(self, batches: dict[str, pa.RecordBatch]) -> None:
+    def annotate(self, batches: dict[str, pa.RecordBatch], seen: Seen | None) -> None:
         """Let a sink that makes spans put their ids into new rows, before any sink is given them."""
         annotate = getattr(self.sink, "annotate", None)
         if annotate is not None:
             try:
-                annotate(batches)
+                annotate(batches, seen)
             except Exception as error:
                 self.report(error, "what it would have made of these rows is lost")
 
@@ -106,11 +108,10 @@ def _num_rows(backlog: Iterable[Batches]) -> int:
 class Drain:
     """The thread and its state. `start`, `wake`, `flush` and `stop` belong to other threads, the rest to its own."""
 
-    def __init__(self, session: Session, sinks: Sequence[Sink], flush_interval_s: float) -> None:
+    def __init__(self, session: Session, sinks: Sequence[Sink], wait_s: float) -> None:
         self._session = session
         self.outlets = [_Outlet(sink) for sink in sinks]
-        # Half an interval: a row is on disk before it is a whole interval old.
-        self._wait_s = flush_interval_s / 2
+        self._wait_s = wait_s
         self._wake = threading.Event()
         self._turn = threading.Condition()
         self._turns = 0
@@ -165,8 +166,9 @@ class Drain:
             self._busy = True
         try:
             batches = self._collect(last=last)
+            seen = self._watch(batches)
             for outlet in self.outlets:
-                outlet.annotate(batches)
+                outlet.annotate(batches, seen)
             for outlet in self.outlets:
                 outlet.offer(dict(batches))
         except Exception as error:  # ours: never let the thread die
@@ -177,6 +179,19 @@ class Drain:
             self._busy = False
             self._turns += 1
             self._turn.notify_all()
+
+    def _watch(self, batches: Mapping[str, pa.RecordBatch]) -> Seen | None:
+        """Let the monitor see new rows; what it cannot make anything of is recorded all the same."""
+        monitor = self._session.monitor
+        if monitor is None or "steps" not in batches:
+            return None
+        try:
+            return monitor.update(StepRows(batches["steps"]))
+        except Exception as error:
+            self.errors += 1
+            if self.errors == 1:
+                _log.exception("capacities could not be watched: %s", error)
+            return None
 
     def _collect(self, *, last: bool) -> dict[str, pa.RecordBatch]:
         """New rows of all tables."""

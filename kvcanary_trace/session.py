@@ -25,7 +25,10 @@ from . import config, names, nvtx_ranges, steps
 from .drain import Drain
 from .errors import SessionError, SettingError
 from .lane import EMPTY_HALF, GROUPS, MODES, RUNNERS, Forward, Lane
+from .listener import Callback, Listener
+from .monitor import Monitor
 from .observer import Details, Observer
+from .pressure.check import Shortfall, shortfalls
 from .runfile import Run, check_run_id, new_run_id
 from .schema import NOT_MEASURED, ErrorCode, HostWord
 from .sinks import Sink
@@ -75,6 +78,10 @@ class TraceStats:
     sink_errors: int
     observer_errors: int
     last_lost_seq: int | None
+    callback_errors: int = 0
+    """Calls of `on_pressure` that raised."""
+    callbacks_dropped: int = 0
+    """Transitions that `on_pressure` was not told of, because it blocked."""
 
     @property
     def complete(self) -> bool:
@@ -95,7 +102,12 @@ class Session:
     """An open trace. `record`, `stats`, `flush` and `close` may be called on any thread."""
 
     def __init__(
-        self, sinks: Sequence[Sink], settings: Mapping[str, config.Effective], run: Run, nvtx_domain: Any | None = None
+        self,
+        sinks: Sequence[Sink],
+        settings: Mapping[str, config.Effective],
+        run: Run,
+        nvtx_domain: Any | None = None,
+        on_pressure: Callback | None = None,
     ) -> None:
         """Prepare a session; `trace()` opens it."""
         self.run = run
@@ -124,7 +136,14 @@ class Session:
         self._observer = Observer(
             self, requests=settings["detail"].value == "requests", device_rows=settings["device_rows"].value
         )
-        self._drain = Drain(self, sinks, settings["flush_interval_s"].value)
+        self._listener = Listener(on_pressure) if on_pressure is not None else None
+        self.monitor: Monitor | None = None
+        """Capacities as rows are drained, or None where nobody wants to know."""
+        if settings["pressure"].value or on_pressure is not None:
+            self.monitor = Monitor(run.engine, self._listener)
+        # Half an interval: a row is on disk before it is a whole interval old.
+        wait_s = settings["flush_interval_s"].value / 2
+        self._drain = Drain(self, sinks, wait_s if on_pressure is None else min(wait_s, _PRESSURE_WAIT_S))
         run.counters = self._counters
 
     # --- what users call --------------------------------------------------------------------------------------------
@@ -165,6 +184,8 @@ class Session:
             sink_errors=sum(outlet.errors for outlet in drain.outlets),
             observer_errors=self._observer_errors + drain.errors,
             last_lost_seq=lost[-1] if lost else drain.last_lost_seq,
+            callback_errors=self._listener.errors if self._listener is not None else 0,
+            callbacks_dropped=self._listener.dropped if self._listener is not None else 0,
         )
 
     def record(
@@ -277,6 +298,26 @@ class Session:
         self.saw_step(step)
         lane.publish(row_forward, host)
 
+    def check(
+        self, *, bs: int | None = None, tokens: int | None = None, verify: int | None = None, kv: int | None = None
+    ) -> tuple[Shortfall, ...]:
+        """What would not fit if this batch were launched: exact shortfalls with what to do, or an empty tuple.
+
+        Limits are those of the latest rows, before the first row those that `trace(capacities=…)` was given; a capacity
+        whose limit nobody knows is not looked at. Costs microseconds and may be called before every launch.
+
+        Args:
+            bs: Active requests.
+            tokens: Tokens to write.
+            verify: Verify entries: the sum of prefix lengths, cut to the window.
+            kv: KV slots that are held afterwards.
+        """
+        given = {one["capacity"]: int(one["value"]) for one in self.run.capacities if one.get("value") is not None}
+        if self.write_entry_capacity is not None:
+            given["write_entry"] = self.write_entry_capacity
+        limits = {**given, **(self.monitor.limits if self.monitor is not None else {})}
+        return shortfalls(limits, {"write_req": bs, "write_entry": tokens, "verify": verify, "kv_pool": kv})
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every row published by now went to the sinks. For programs that may wait; engines need not.
 
@@ -311,6 +352,8 @@ class Session:
         self.run.status = "failed" if error is not None else "completed"
         self.run.error = None if error is None else error if isinstance(error, str) else describe(error)
         self._drain.stop()
+        if self._listener is not None:
+            self._listener.stop(_CALLBACK_TIMEOUT_S)
 
     # --- what the other parts call ----------------------------------------------------------------------------------
 
@@ -322,6 +365,8 @@ class Session:
     def open(self) -> None:
         """Become the session of this process. Sinks are open by now."""
         atexit.register(self._close_at_exit)
+        if self._listener is not None:
+            self._listener.start()
         self._drain.start()
         steps.open_session = self
         hooks.observer = self._observer
@@ -479,6 +524,9 @@ def describe(error: BaseException) -> str:
     return text if text.startswith("kv-canary") else f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+_PRESSURE_WAIT_S: Final = 0.1
+_CALLBACK_TIMEOUT_S: Final = 1.0
+
 _FIRST_FACT: Final = int(ProbeWord.BS)
 _FACTS: Final = [word for word in ProbeWord if ProbeWord.BS <= word <= ProbeWord.VIOLATIONS_NEW]
 _FIRST_HOST_FACT: Final = int(HostWord.GRAPH_REPLAY)
@@ -507,6 +555,8 @@ class trace:
         nvtx: Whether to emit NVTX ranges when a tool listens.
         device_rows: Whether CUDA devices publish their rows themselves, from inside captured graphs too. Off by
             default: the kernels are proven on a device, the session around them only in Triton's interpreter so far.
+        pressure: Whether to watch capacities while rows are drained, and log changes of their severity.
+        on_pressure: Called with a `Transition` for each of them, within 0.1 s, on a thread of its own.
         otel: Whether to export by OpenTelemetry; when None, where the host set a provider or `OTEL_*` an endpoint.
         device: What the engine runs on, for the run file.
 
@@ -532,6 +582,8 @@ class trace:
         capacities: Sequence[Mapping[str, Any]] | None = None,
         nvtx: bool | None = None,
         device_rows: bool | None = None,
+        pressure: bool | None = None,
+        on_pressure: Callback | None = None,
         otel: bool | None = None,
         device: str = "cpu",
     ) -> None:
@@ -548,8 +600,10 @@ class trace:
             "write_entry_capacity": write_entry_capacity,
             "nvtx": nvtx,
             "device_rows": device_rows,
+            "pressure": pressure,
             "otel": otel,
         }
+        self._on_pressure = on_pressure
         self._settings = config.resolve(arguments)
         if (asked := self._settings["run"].value) is not None:
             check_run_id(asked)
@@ -585,7 +639,7 @@ class trace:
             counters = counters_of(domain)
             if counters is not None:
                 sinks.append(counters)
-        session = Session(sinks, self._settings, run, domain)
+        session = Session(sinks, self._settings, run, domain, self._on_pressure)
         if counters is not None:
             counters.device_rings = session.device_rings
         opened: list[Sink] = []

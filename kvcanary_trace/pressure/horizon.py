@@ -192,19 +192,19 @@ def _place(nodes: tuple[float, ...], x: float) -> tuple[int, float]:
     return i, min(max((x - nodes[i]) / (nodes[i + 1] - nodes[i]), 0.0), 1.0)
 
 
-def room_of(expected: Floats, rise: Floats, limit: float) -> Floats:
+def room_of(expected: Floats, rise: Floats, limit: float | Floats) -> Floats:
     """[rows] distance to the limit in units of recent rises, on a logarithmic scale."""
     room: Floats = np.log1p(np.maximum(limit - expected, 0.0) / (rise + _FLOOR * limit))
     return room
 
 
-def high_of(recent_high: Floats, limit: float) -> Floats:
+def high_of(recent_high: Floats, limit: float | Floats) -> Floats:
     """[rows] how close demand came to the limit, on a logarithmic scale."""
     high: Floats = np.log(np.maximum(recent_high / limit, _LEAST_HIGH))
     return high
 
 
-def probability(expected: Floats, rise: Floats, recent_high: Floats, limit: float) -> Floats:
+def probability(expected: Floats, rise: Floats, recent_high: Floats, limit: float | Floats) -> Floats:
     """[rows] probability of a breach within the horizon, for many states of a `Horizon` at once."""
     table = np.asarray(LOGITS)
     i, u = _places(ROOM_NODES, room_of(expected, rise, limit))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ALARM_PROBABILITY", "CALIBRATED", "HIGH_NODES", "LOGITS", "ROOM_NODES", "STEPS"]
+__all__ = ["ALARM_PROBABILITY", "CALIBRATED", "HIGH_NODES", "LOGITS", "RETRACTION_PROBABILITY", "ROOM_NODES", "STEPS"]
 
 CALIBRATED: Final = ("write_req", "verify", "kv_pool")
 """Capacities that the table was fitted to and checked on; others have no probability."""
@@ -16,6 +16,9 @@ CALIBRATED: Final = ("write_req", "verify", "kv_pool")
 ALARM_PROBABILITY: Final = 0.06
 """From here on a breach is claimed: the highest recall and lead among thresholds with at most 2 false claims in 10 000
 steps, on the halves that the table was fitted to."""
+
+RETRACTION_PROBABILITY: Final = 0.55
+"""The same of a KV pool that is full to 0.99: there a breach is a retraction, and a pool may be full without one."""
 
 ROOM_NODES: Final = (0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 1.1, 1.3, 1.5, 1.75, 2.1, 2.7, 4.0)
 """log(1 + room): the limit less expected work, over the recent rise within a horizon plus 1 % of the limit."""

@@ -15,6 +15,7 @@ import pyarrow as pa
 from kvcanary_trace import names
 
 if TYPE_CHECKING:
+    from kvcanary_trace.monitor import Seen
     from kvcanary_trace.runfile import Run
 
     from .otel_host import HostSpans
@@ -69,7 +70,6 @@ class OtelSink:
         self._metrics: Any = None
         self._spans: Any = None
         self._records: Any = None
-        self._pressure: Any = None
         self._annotated = False
 
     def open(self, run: Run) -> None:
@@ -91,12 +91,10 @@ class OtelSink:
         from .otel_host import HostSpans, sampling_of
         from .otel_logs import Records
         from .otel_metrics import Metrics
-        from .otel_pressure import Pressure
         from .otel_setup import open_providers
         from .otel_spans import SpanMaker
 
         providers = self._providers = open_providers(run, troubles=Troubles(), everything=self._everything)
-        self._pressure = Pressure()
         self._records = Records(providers.logger, run.run, run.rank)
         if providers.meter_provider is not None:
             own = "metrics" in providers.exports or bool(providers.servers)
@@ -109,7 +107,7 @@ class OtelSink:
             exports.start()
 
     def _turn_off(self) -> None:
-        self.host_spans = self._metrics = self._spans = self._records = self._pressure = None
+        self.host_spans = self._metrics = self._spans = self._records = None
 
     @property
     def stats(self) -> OtelStats:
@@ -127,22 +125,27 @@ class OtelSink:
             counts["log_records_dropped"] = counts.get("log_records_dropped", 0) + self._records.dropped
         return OtelStats(**counts)
 
-    def annotate(self, batches: dict[str, pa.RecordBatch]) -> None:
+    def annotate(self, batches: dict[str, pa.RecordBatch], seen: Seen | None = None) -> None:
         """Make spans, metrics and log records of new rows, and put ids of kept spans into them.
 
         Called on the drain thread before any sink is given the batches, which may be replaced in the dict.
+
+        Args:
+            batches: New rows.
+            seen: What the monitor made of them; None where it is off: nothing is told of pressure then.
         """
         self._annotated = True
-        if self._pressure is None:
+        if self._records is None:
             return
         from .otel_rows import StepRows
 
         violations = batches.get("violations")
         self._records.note_violations(violations)
-        rows = StepRows(batches["steps"]) if "steps" in batches else None
+        rows = seen.rows if seen is not None else StepRows(batches["steps"]) if "steps" in batches else None
         contexts: Mapping[int, Any] = {}
         if rows is not None and len(rows):
-            pressed, transitions = self._pressure.update(rows)
+            pressed = seen.pressed if seen is not None else rows.ints("step") < 0
+            transitions = seen.transitions if seen is not None else []
             if self._spans is not None:
                 kept = self._spans.make(rows, pressed, transitions)
                 contexts = kept.contexts

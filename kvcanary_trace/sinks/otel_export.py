@@ -89,6 +89,7 @@ class Exporting:
         self._abandoned = False
         self._in_flight = 0
         self._counting = True  # until the deadline counts what is left as lost
+        self._books = threading.Lock()  # an item is queued, in flight, exported or lost, and never two or none of them
         _quieten(exporter)
         self._thread = threading.Thread(target=self._run, name=f"{names.DOMAIN}-otel-{what}", daemon=True)
 
@@ -112,8 +113,9 @@ class Exporting:
             threading.Thread(target=self._shut_exporter, name=f"{names.DOMAIN}-otel-shutdown", daemon=True).start()
             self._thread.join(max(deadline_s - time.monotonic(), 0.0))
         if self._thread.is_alive():
-            self._counting = False
-            self.lost += self.left
+            with self._books:
+                self._counting = False
+                self.lost += self.left
             self._troubles.report(self.what, "the receiver did not answer before the deadline of the shutdown")
 
     @property
@@ -140,19 +142,20 @@ class Exporting:
     def _export(self, item: Any, count: int, **more: Any) -> None:
         words: list[str] = _here.words
         words.clear()
-        self._in_flight = count
         try:
             done = self._exporter.export(item, **more)
             succeeded, reason = getattr(done, "name", "") == "SUCCESS", "".join(words)
         except Exception as error:
             succeeded, reason = False, f"{type(error).__name__}: {error}"
-        self._in_flight = 0
-        if not self._counting:
-            return
-        if succeeded:
-            self.exported += count
-        else:
-            self.lost += count
+        with self._books:
+            self._in_flight = 0
+            if not self._counting:
+                return
+            if succeeded:
+                self.exported += count
+            else:
+                self.lost += count
+        if not succeeded:
             self._troubles.report(self.what, reason or "the exporter gave no reason")
 
     def _shut_exporter(self) -> None:
@@ -194,8 +197,10 @@ class _Queue(Exporting, Generic[_Item]):
 
     def _turn(self, *, last: bool) -> None:
         while self._items and not self._abandoned:
-            count = min(len(self._items), self._max_batch)
-            self._export([self._items.popleft() for _ in range(count)], count)
+            with self._books:
+                self._in_flight = count = min(len(self._items), self._max_batch)
+                batch = [self._items.popleft() for _ in range(count)]
+            self._export(batch, count)
             if self._stopping and not last:
                 return
 
@@ -253,6 +258,7 @@ class MetricExports(Exporting):
     def take(self, data: Any) -> None:
         """Export one collection; the thread that collects."""
         if data is not None and getattr(_here, "words", None) is not None:
+            self._in_flight = 1
             self._export(data, 1, timeout_millis=self._timeout_ms)
 
     def wake(self) -> None:

@@ -11,9 +11,9 @@ from typing import Any, Final
 import pyarrow as pa
 
 from kvcanary_trace import names
+from kvcanary_trace.monitor import Transition
 
 from . import otel_names as n
-from .otel_pressure import Transition
 
 __all__ = ["Found", "Records"]
 
@@ -117,13 +117,10 @@ class Records:
         for name, value in (("runner", change.runner), ("group", change.group)):
             if value is not None:
                 attributes[n.attribute(name)] = value
-        where = f" of group {change.group}" if change.group is not None else ""
-        body = (
-            f"{change.capacity.id}{where} is {change.after}, was {change.before}: {change.demand} of {change.limit} "
-            f"({change.utilization:.0%}); past the limit, {change.capacity.consequence}"
-        )
-        severity = {"info": "INFO", "warning": "WARN"}.get(change.after, "ERROR")
-        return Found(n.EVENT_PRESSURE, severity, time_ns, body, {**self._common, **attributes})
+        if change.probability is not None:
+            attributes[n.PROBABILITY] = change.probability
+        severity = {"info": "INFO", "warning": "WARN", "critical": "WARN"}.get(change.after, "ERROR")
+        return Found(n.EVENT_PRESSURE, severity, time_ns, str(change), {**self._common, **attributes})
 
     def emit(self, found: Found, context: Any | None) -> None:
         """One log record, in the context of a span where there is one."""

@@ -65,6 +65,7 @@ COVERAGE: Final = attribute("coverage")
 PHASE: Final = attribute("phase")
 CAPACITY: Final = attribute("capacity")
 UTILIZATION: Final = attribute("utilization")
+PROBABILITY: Final = attribute("probability")
 SEVERITY: Final = attribute("severity")
 SEVERITY_BEFORE: Final = attribute("severity_before")
 DEMAND: Final = attribute("demand")
@@ -156,7 +157,8 @@ ATTRIBUTES: Final = (
     Attribute(DEMAND, "", "demand on the capacity, in its own unit"),
     Attribute(LIMIT, "", "the capacity's limit, in its own unit"),
     Attribute(UTILIZATION, "1", "demand over limit"),
-    Attribute(SEVERITY, "", "info, warning or breached"),
+    Attribute(PROBABILITY, "1", "of a breach within 500 steps, where the capacity's forecast is calibrated"),
+    Attribute(SEVERITY, "", "info, warning, critical or breached"),
     Attribute(SEVERITY_BEFORE, "", "the severity before the transition"),
     Attribute(PHASE, "", "plan, verify or write"),
     Attribute(OUTCOME, "", "verified or unverified"),

@@ -15,10 +15,11 @@ import numpy as np
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, SpanContext, Status, StatusCode, TraceFlags, set_span_in_context
 
+from kvcanary_trace.monitor import Transition
+
 from . import otel_names as n
 from .otel_host import HostSpans, Opened
 from .otel_logs import Found, Records
-from .otel_pressure import Transition
 from .otel_rows import Flags, Ints, StepRows
 
 __all__ = ["Kept", "SpanMaker"]

@@ -58,5 +58,6 @@ def failing_step(engine: Engine) -> None:
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Warnings and worse, of any library."""
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    """Warnings and worse, of any library; what the monitor says of capacities is no failure."""
+    failures = [record for record in caplog.records if record.name != "kvcanary_trace.pressure"]
+    return [record.getMessage() for record in failures if record.levelno >= logging.WARNING]

@@ -1,0 +1,249 @@
+"""The live monitor: each capacity's severity as rows are drained, and who is told when it changes. Drain thread only.
+
+info → warning from 0.8 of the limit → critical when a breach within 500 steps is likely → breached past the limit. A
+severity falls back only when load or probability is clearly below what raised it, so that a load that hovers is one
+transition.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvcanary_trace import names
+from kvcanary_trace.pressure.capacities import BY_ID, CAPACITIES, Capacity
+from kvcanary_trace.pressure.horizon import Horizon, WorkRows, probability
+from kvcanary_trace.pressure.horizon_table import ALARM_PROBABILITY, CALIBRATED, RETRACTION_PROBABILITY
+from kvcanary_trace.pressure.severity import LADDER, WARNING_UTILIZATION, Severity
+from kvcanary_trace.pressure.work import Bounds
+from kvcanary_trace.schema import NOT_MEASURED
+from kvcanary_trace.sinks.otel_rows import Flags, Ints, StepRows
+
+if TYPE_CHECKING:
+    from kvcanary_trace.listener import Listener
+
+__all__ = ["Monitor", "Seen", "Transition"]
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+Key: TypeAlias = tuple[str, str | None, str | None]
+
+_log: Final = logging.getLogger(f"{names.LOGGER}.pressure")
+
+_FALL: Final = 0.95
+_FALL_PROBABILITY: Final = 0.5
+_FULL_POOL: Final = 0.99
+"""A pool is not past its limit when requests are retracted, but full."""
+_MAX_TRANSITIONS_PER_FLUSH: Final = 256
+_MAX_FED: Final = 2000
+"""Rows of a series that the estimator takes one by one in a flush; of more it takes the highest of each 25 steps."""
+_LOG_LEVEL: Final = {
+    "info": logging.INFO,
+    "warning": logging.INFO,
+    "critical": logging.WARNING,
+    "breached": logging.WARNING,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A capacity's severity changed.
+
+    Attributes:
+        row: Index into the batch of rows that it was seen in.
+        step: Step of that row.
+        capacity: Which.
+        runner, group: Whose; None where it is the engine's.
+        before, after: Severities.
+        demand, limit: Of that row, in the capacity's unit.
+        probability: Of a breach within 500 steps; None where nothing is calibrated for the capacity.
+    """
+
+    row: int
+    step: int
+    capacity: Capacity
+    runner: str | None
+    group: str | None
+    before: Severity
+    after: Severity
+    demand: int
+    limit: int
+    probability: float | None = None
+
+    @property
+    def utilization(self) -> float:
+        """Demand over limit."""
+        return self.demand / self.limit
+
+    @property
+    def rises(self) -> bool:
+        """Whether it got worse."""
+        return LADDER.index(self.after) > LADDER.index(self.before)
+
+    def __str__(self) -> str:
+        where = f" of group {self.group}" if self.group is not None else ""
+        known = self.probability is not None and self.after != "breached"
+        likely = "" if not known else f", breach within 500 steps {self.probability:.0%} likely"
+        return (
+            f"{self.capacity.id}{where} is {self.after}, was {self.before}: {self.demand} of {self.limit} "
+            f"({self.utilization:.0%}){likely}; past the limit, {self.capacity.consequence}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the monitor made of one batch: its rows, which of them are under pressure, and what changed."""
+
+    rows: StepRows
+    pressed: Flags
+    transitions: list[Transition]
+
+
+class Monitor:
+    """Remembers each capacity between flushes: severity, estimator and limit."""
+
+    def __init__(self, engine: Mapping[str, Any] | None = None, listener: Listener | None = None) -> None:
+        """Start with every capacity at info.
+
+        Args:
+            engine: The engine's arguments, which bound what demand can reach.
+            listener: Who is told of transitions.
+        """
+        self._bounds = Bounds.of(dict(engine or {}))
+        self._listener = listener
+        self._levels: dict[Key, int] = {}
+        self._estimators: dict[Key, tuple[WorkRows, Horizon]] = {}
+        self.limits: dict[str, int] = {}
+        """Capacity → the least limit of the latest rows; read by other threads."""
+
+    def update(self, rows: StepRows) -> Seen:
+        """Go through new rows, tell of transitions."""
+        seen = Seen(rows, np.zeros(len(rows), dtype=np.bool_), [])
+        limits: dict[str, int] = {}
+        for capacity in CAPACITIES:
+            if capacity.grouped:
+                for runner, group, indices in rows.series():
+                    self._walk(seen, capacity, runner, group, indices, limits)
+            else:
+                self._walk(seen, capacity, None, None, np.arange(len(rows)), limits)
+        self.limits = {**self.limits, **limits}
+        for change in seen.transitions:
+            _log.log(_LOG_LEVEL[change.after], "%s", change)
+            if self._listener is not None:
+                self._listener.tell(change)
+        return seen
+
+    def _walk(
+        self,
+        seen: Seen,
+        capacity: Capacity,
+        runner: str | None,
+        group: str | None,
+        indices: Ints,
+        limits: dict[str, int],
+    ) -> None:
+        at, demand, limit = seen.rows.load(capacity, indices)
+        if not len(at):
+            return
+        limits[capacity.id] = min(int(limit[-1]), limits.get(capacity.id, int(limit[-1])))
+        key = (capacity.id, runner, group)
+        utilization = demand / limit
+        likely = self._likely(key, seen.rows, at, demand, limit)
+        critical = RETRACTION_PROBABILITY if capacity.id == "kv_pool" else ALARM_PROBABILITY
+        # Exactly full is not past the limit.
+        up = _levels(utilization, likely, 1.0, critical)
+        down = _levels(utilization, likely, _FALL, _FALL_PROBABILITY * critical)
+        if capacity.id == "kv_pool":
+            up = np.where((up == _CRITICAL) & (utilization < _FULL_POOL), utilization >= WARNING_UTILIZATION, up)
+        seen.pressed[at[up > 0]] = True
+        level, begin = self._levels.get(key, 0), 0
+        while len(seen.transitions) < _MAX_TRANSITIONS_PER_FLUSH:
+            moved = np.flatnonzero((up[begin:] > level) | (down[begin:] < level))
+            if not len(moved):
+                break
+            begin += int(moved[0])
+            new = int(up[begin] if up[begin] > level else down[begin])
+            row = int(at[begin])
+            seen.transitions.append(
+                Transition(
+                    row=row,
+                    step=int(seen.rows.ints("step")[row]),
+                    capacity=capacity,
+                    runner=runner,
+                    group=group,
+                    before=LADDER[level],
+                    after=LADDER[new],
+                    demand=int(demand[begin]),
+                    limit=int(limit[begin]),
+                    probability=float(likely[begin]) if capacity.id in CALIBRATED else None,
+                )
+            )
+            level = new
+        self._levels[key] = level
+
+    def _likely(self, key: Key, rows: StepRows, at: Ints, demand: Ints, limit: Ints) -> Floats:
+        """[n] probability of a breach within the horizon; 0 where it is bounded or not calibrated."""
+        name = key[0]
+        likely = np.zeros(len(at))
+        if name not in CALIBRATED:
+            return likely
+        work, horizon = self._estimators.setdefault(key, (WorkRows(name), Horizon(name)))
+        fed = _fed(rows.ints("step")[at], demand)
+        states = np.empty((3, len(fed)))
+        columns = [_floats(rows.ints(column)[at[fed]]) for column in _COLUMNS]
+        codes, modes = rows.names("mode")
+        prefill = (
+            codes[at[fed]] == modes.index("prefill") if "prefill" in modes else np.zeros(len(fed), bool)
+        ).tolist()
+        steps, wanted = rows.ints("step")[at[fed]].tolist(), demand[fed].tolist()
+        for i, values in enumerate(zip(steps, wanted, prefill, *columns, strict=True)):
+            step, value, is_prefill, written, reqs, tokens, waiting_reqs, waiting_tokens = values
+            running, queued = work.update(
+                value,
+                prefill=is_prefill,
+                write_entries=written,
+                resident_reqs=reqs,
+                resident_tokens=tokens,
+                waiting_reqs=waiting_reqs,
+                waiting_tokens=waiting_tokens,
+            )
+            horizon.update(step, value, running, queued)
+            states[0, i], states[1, i], states[2, i] = horizon.expected, horizon.rise, horizon.recent_high
+        # Rows that were not fed are as the one before.
+        last = np.searchsorted(fed, np.arange(len(at)), side="right") - 1
+        likely = probability(states[0], states[1], states[2], limit[fed].astype(np.float64))[np.maximum(last, 0)]
+        ceiling = self._bounds.ceiling(name)
+        return likely if ceiling is None else np.where(ceiling <= limit, 0.0, likely)
+
+
+_COLUMNS: Final = ("write_entries", "resident_reqs", "resident_tokens", "waiting_reqs", "waiting_tokens")
+_CRITICAL: Final = LADDER.index("critical")
+
+
+def _levels(utilization: Floats, likely: Floats, factor: float, critical: float) -> Ints:
+    return np.select(
+        [utilization > factor, likely >= critical, utilization >= factor * WARNING_UTILIZATION], [3, 2, 1], default=0
+    )
+
+
+def _floats(values: Ints) -> list[float]:
+    floats: list[float] = np.where(values == NOT_MEASURED, math.nan, values).tolist()
+    return floats
+
+
+def _fed(steps: Ints, demand: Ints) -> Ints:
+    """Indices of the rows that the estimator takes: all, or the highest of each 25 steps, and the last."""
+    if len(steps) <= _MAX_FED:
+        return np.arange(len(steps))
+    block = steps // 25
+    order = np.lexsort((demand, block))
+    highest = order[np.append(block[order][1:] != block[order][:-1], True)]
+    return np.union1d(highest, [len(steps) - 1])
+
+
+assert set(CALIBRATED) <= set(BY_ID)
