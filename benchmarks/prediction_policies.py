@@ -17,6 +17,7 @@ __all__ = ["CAPACITIES", "GRIDS", "States", "alarms", "states_of"]
 
 Floats: TypeAlias = NDArray[np.float64]
 
+FULL_POOL: Final = 0.99
 CAPACITIES: Final = {"write_req": "bs", "verify": "verify_demand", "kv_pool": "kv_used"}
 _THRESHOLDS: Final = (0.04, 0.06, 0.08, 0.1, 0.12, 0.14, 0.16, 0.18, 0.2, 0.22, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7)
 GRIDS: Final[dict[str, tuple[float, ...]]] = {
@@ -25,6 +26,7 @@ GRIDS: Final[dict[str, tuple[float, ...]]] = {
     "work": (0.1, 0.2, 0.35, 0.5, 0.6, 0.75, 0.9, 1.0, 1.25, 1.5, 2.0),
     "horizon": _THRESHOLDS,
     "horizon, rows only": _THRESHOLDS,
+    "horizon, full pool": (0.3, 0.4, 0.5, 0.55, 0.6, 0.7),
 }
 """Parameters that are tried: share of the limit, horizons ahead, rises ahead, probability."""
 
@@ -106,4 +108,9 @@ def alarms(states: States, limit: float) -> dict[str, tuple[Floats, float]]:
         "work": (-rises, -1.0),
         "horizon": (probability(*states.queue, limit), 1.0),
         "horizon, rows only": (probability(*states.rows, limit), 1.0),
+        # Where a breach is a retraction: a pool must be full for it, and may be full without one.
+        "horizon, full pool": (
+            np.where(states.demand >= FULL_POOL * limit, probability(*states.queue, limit), 0.0),
+            1.0,
+        ),
     }

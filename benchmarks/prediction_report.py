@@ -28,11 +28,15 @@ def _tally(runs: Sequence[RunScores], capacities: Sequence[str], policy: str, pa
     return total
 
 
-def tuned(runs: Sequence[RunScores], capacities: Sequence[str], policy: str) -> float:
-    """The parameter with the highest recall, then lead, among those with few enough false claims on first halves."""
+def tuned(runs: Sequence[RunScores], capacities: Sequence[str], policy: str, max_false: float = MAX_FALSE) -> float:
+    """The parameter with the highest recall, then lead, among those with few enough false claims on first halves.
+
+    Where none has few enough, the one with the fewest that announces anything.
+    """
     scores = {p: _tally(runs, capacities, policy, p, "first").scores() for p in GRIDS[policy]}
-    allowed = {p: s for p, s in scores.items() if s["false"] <= MAX_FALSE} or {
-        min(scores, key=lambda p: scores[p]["false"]): {"recall": 0.0, "lead": 0.0}
+    useful = {p: s for p, s in scores.items() if s["recall"] > 0} or scores
+    allowed = {p: s for p, s in scores.items() if s["false"] <= max_false and p in useful} or {
+        min(useful, key=lambda p: useful[p]["false"]): {"recall": 0.0, "lead": 0.0}
     }
     return max(
         allowed, key=lambda p: (round(np.nan_to_num(allowed[p]["recall"]), 0), np.nan_to_num(allowed[p]["lead"]))
@@ -152,7 +156,9 @@ def _points(result: dict[str, Any]) -> list[dict[str, Any]]:
     skill = result["calibration"]["brier_skill"]
     need = {"prefill-first": 2.0, "mixed": 1.5}
     retraction = {(row["schedule"], row["policy"]): row for row in result["retraction"]}
-    pairs = [(retraction[s, "horizon"], retraction[s, "static"]) for s in SCHEDULES if (s, "static") in retraction]
+    pairs = [
+        (retraction[s, "horizon, full pool"], retraction[s, "static"]) for s in SCHEDULES if (s, "static") in retraction
+    ]
     points = [
         (
             "1 false claims",

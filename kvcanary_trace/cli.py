@@ -6,6 +6,7 @@ Exit codes are the same everywhere: 0 clean, 1 findings, 2 could not run. Only t
 from __future__ import annotations
 
 import io
+import logging
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Final, TextIO
 import typer
 from typer.core import TyperGroup
 
-from kvcanary_trace import __version__
+from kvcanary_trace import __version__, names
 from kvcanary_trace.errors import KvCanaryError
 
 COULD_NOT_RUN: Final = 2
@@ -86,6 +87,8 @@ def main() -> None:
     """
     sys.stdout = _OutlivesReader.in_place_of(sys.stdout)
     signal.signal(signal.SIGTERM, _exit_on_signal)
+    # What a command finds is its answer; a replay's live monitor need not say it too.
+    logging.getLogger(f"{names.LOGGER}.pressure").setLevel(logging.CRITICAL)
     try:
         app()
     except KvCanaryError as error:

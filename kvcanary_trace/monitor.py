@@ -20,7 +20,7 @@ from kvcanary_trace import names
 from kvcanary_trace.pressure.capacities import BY_ID, CAPACITIES, Capacity
 from kvcanary_trace.pressure.horizon import Horizon, WorkRows, probability
 from kvcanary_trace.pressure.horizon_table import ALARM_PROBABILITY, CALIBRATED, RETRACTION_PROBABILITY
-from kvcanary_trace.pressure.severity import LADDER, WARNING_UTILIZATION, Severity
+from kvcanary_trace.pressure.severity import HORIZON_STEPS, LADDER, WARNING_UTILIZATION, Severity
 from kvcanary_trace.pressure.work import Bounds
 from kvcanary_trace.schema import NOT_MEASURED
 from kvcanary_trace.sinks.otel_rows import Flags, Ints, StepRows
@@ -116,7 +116,7 @@ class Monitor:
         """
         self._bounds = Bounds.of(dict(engine or {}))
         self._listener = listener
-        self._levels: dict[Key, int] = {}
+        self._levels: dict[Key, tuple[int, int]] = {}  # place on the ladder, and the step of the last transition
         self._estimators: dict[Key, tuple[WorkRows, Horizon]] = {}
         self.limits: dict[str, int] = {}
         """Capacity → the least limit of the latest rows; read by other threads."""
@@ -161,18 +161,23 @@ class Monitor:
         if capacity.id == "kv_pool":
             up = np.where((up == _CRITICAL) & (utilization < _FULL_POOL), utilization >= WARNING_UTILIZATION, up)
         seen.pressed[at[up > 0]] = True
-        level, begin = self._levels.get(key, 0), 0
+        steps = seen.rows.ints("step")[at]
+        level, since = self._levels.get(key, (0, 0))
+        begin = 0
         while len(seen.transitions) < _MAX_TRANSITIONS_PER_FLUSH:
-            moved = np.flatnonzero((up[begin:] > level) | (down[begin:] < level))
+            falls = down[begin:] < level
+            if level == _CRITICAL:  # "within 500 steps" was said: it stands until it came true or did not
+                falls &= np.abs(steps[begin:] - since) >= HORIZON_STEPS
+            moved = np.flatnonzero((up[begin:] > level) | falls)
             if not len(moved):
                 break
             begin += int(moved[0])
             new = int(up[begin] if up[begin] > level else down[begin])
-            row = int(at[begin])
+            row, since = int(at[begin]), int(steps[begin])
             seen.transitions.append(
                 Transition(
                     row=row,
-                    step=int(seen.rows.ints("step")[row]),
+                    step=since,
                     capacity=capacity,
                     runner=runner,
                     group=group,
@@ -184,7 +189,7 @@ class Monitor:
                 )
             )
             level = new
-        self._levels[key] = level
+        self._levels[key] = (level, since)
 
     def _likely(self, key: Key, rows: StepRows, at: Ints, demand: Ints, limit: Ints) -> Floats:
         """[n] probability of a breach within the horizon; 0 where it is bounded or not calibrated."""
