@@ -36,16 +36,14 @@ class _Packet:
 class _Event:
     """Fields of TrackEvent."""
 
-    CATEGORY_IIDS, ANNOTATIONS, TYPE, NAME_IID, TRACK_UUID, DOUBLE_VALUE, FLOWS, ENDING_FLOWS = (
-        3,
-        4,
-        9,
-        10,
-        11,
-        44,
-        47,
-        48,
-    )
+    CATEGORY_IIDS = 3
+    ANNOTATIONS = 4
+    TYPE = 9
+    NAME_IID = 10
+    TRACK_UUID = 11
+    DOUBLE_VALUE = 44
+    FLOWS = 47
+    ENDING_FLOWS = 48
 
 
 class _Interned:

@@ -212,3 +212,15 @@ def test_the_lookup_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         engine.forward({1: 1})
     said = [text for _, _, text in look_up(engine.write(tmp_path))]
     assert said == ["step 0"] * 2 + ["unknown: only the first 2 violations are looked up"] * 2
+
+
+def test_only_what_the_window_covers_is_asked(tmp_path: Path) -> None:
+    """Sliding window: a request whose window is past the position did not verify it, so it did not write the slot."""
+    engine = Engine(random.Random(0), window=2)
+    engine.admit(1)
+    engine.admit(2)
+    engine.forward({1: 9})
+    engine.forward({2: 4})
+    engine.bad = {engine.running[2][3]}
+    engine.forward({1: 1, 2: 1})
+    assert [said for _, _, said in look_up(engine.write(tmp_path))] == ["step 1"]

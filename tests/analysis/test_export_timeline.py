@@ -7,16 +7,19 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from kvcanary_trace import names
 from kvcanary_trace.analysis.export import Format, export_timeline
 from kvcanary_trace.errors import DatasetError, SettingError
+from kvcanary_trace.schema import REQUESTS
 
 START_NS, STEP_NS = datasets.START_NS, datasets.STEP_NS
 PLAN_NS, VERIFY_NS, WRITE_NS, HOST_NS = 1_001, 2_002, 503, 10_007
@@ -40,7 +43,7 @@ class Timeline:
     def check(self) -> Timeline:
         """Slices of a track do not overlap; each arrow has two ends and goes forward in time."""
         for key, slices in self.slices.items():
-            for one, other in zip(slices, slices[1:], strict=False):
+            for one, other in pairwise(slices):
                 assert one["end"] <= other["begin"] or (one["begin"], one["end"]) == (other["begin"], other["end"]), key
         assert self.arrows_from.keys() == self.arrows_to.keys()
         for flow, one in self.arrows_from.items():
@@ -273,7 +276,7 @@ def test_what_is_not_measured_is_left_out(tmp_path: Path, format_: Format) -> No
     """A graph replay without durations is a step without phases; a row without a time is counted."""
     table = datasets.steps_table(
         4, time=[START_NS, START_NS + 10, None, START_NS + 30], graph_replay=True, bs=[1, None, 1, 1],
-        error=[None, None, None, "other"], error_message=[None, None, None, 'say "no"\n\udc80\x01'.replace("\udc80", "é")],
+        error=[None, None, None, "other"], error_message=[None, None, None, 'say "no"\né\x01'],
     )  # fmt: skip
     timeline, done = exported(datasets.dataset(tmp_path / "d", table), format_)
     found = timeline.slices["r1 rank 0", "steps"]
@@ -306,6 +309,31 @@ def test_large_numbers_survive(tmp_path: Path, format_: Format) -> None:
     (one,) = timeline.slices["r1 rank 0", "violations"]
     assert int(one["args"]["chain_hash"]) == value
     assert isinstance(one["args"]["chain_hash"], str) == (format_ is Format.chrome)
+
+
+@formats
+def test_an_arrow_leads_from_the_writing_step_to_the_violation(tmp_path: Path, format_: Format) -> None:
+    """Position 2 was written in step 0; found in steps 3 and 4; one more violation is found by the step that wrote."""
+    root = datasets.dataset(tmp_path / "d", steps(5))
+    lengths = [(0, 4), (4, 1), (5, 1), (6, 1), (7, 1)]
+    requests = [
+        {"step": step, "forward": 0, "runner": "target", "group": "full", "row": 0, "req_pool_idx": 1,
+         "prefix_len": prefix, "extend_len": extend, "verify_entries": prefix}
+        for step, (prefix, extend) in enumerate(lengths)
+    ]  # fmt: skip
+    datasets.write_part(root, pa.Table.from_pylist(requests, schema=REQUESTS.arrow), name="requests")
+    found = datasets.violations_table(
+        3, step=[3, 4, 4], time=[START_NS + at * STEP_NS for at in (3, 4, 4)], slot=[9, 9, 8], position=[2, 2, 7],
+        token=1, chain_hash=5, fail_reason=[4, 4, 8],
+    )  # fmt: skip
+    datasets.write_part(root, found, name="violations")
+    timeline, done = exported(root, format_)
+    assert [one["args"]["step"] for one in timeline.arrows_from.values()] == [0, 0]
+    assert [one["args"]["step"] for one in timeline.arrows_to.values()] == [3, 4]
+    violations = timeline.slices["r1 rank 0", "violations"]
+    said = [one["args"]["written_by"] for one in violations]
+    assert said == ["step 0", "step 0", "written by this very step"]
+    assert (done.violations, done.arrows, done.unknown_writers) == (3, 2, (("written by this very step", 1),))
 
 
 def test_the_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
