@@ -11,6 +11,8 @@ import numpy as np
 
 from kvcanary_trace.pressure.capacities import BY_ID, Capacity
 from kvcanary_trace.pressure.forecast import Bounds, Forecast, Load, announced_steps, forecast
+from kvcanary_trace.pressure.horizon import Outlook
+from kvcanary_trace.pressure.outlook import outlook_after
 from kvcanary_trace.pressure.severity import WARNING_UTILIZATION, Severity, classify
 
 from .dataset import Run
@@ -32,6 +34,7 @@ class _Case:
     run: Run
     bounds: Bounds
     forecast: Forecast | None
+    outlook: Outlook | None = None
 
     @property
     def capacity(self) -> Capacity:
@@ -82,10 +85,11 @@ def capacity_findings(
                     continue  # the pool is the engine's: its groups tell the same
                 pools.add((key.run, key.rank, key.runner))
             load = loads.get(key, {}).get(one.capacity.id)
-            expected = None
+            expected = outlook = None
             if load is not None and len(load) and one.breached is None:
                 expected = forecast(one.capacity.id, load, bounds, earlier_peak=_earlier_peak(one_series, one, load))
-            case = _Case(one_series, one, run, bounds, expected)
+                outlook = outlook_after(one.capacity.id, load, bounds)
+            case = _Case(one_series, one, run, bounds, expected, outlook)
             lead = 0
             if one.breached is not None and look_backs < _MAX_LOOK_BACKS:
                 look_backs += 1
@@ -174,12 +178,20 @@ def _finding(case: _Case, lead: int) -> Finding:
 
 def _breach(case: _Case) -> Breach:
     assert case.forecast is not None
-    steps = case.forecast.steps
+    steps, outlook = case.forecast.steps, case.outlook
+    probability = low = high = None
+    if outlook is not None and outlook.probability:
+        probability = outlook.probability
+        if steps is None:  # a trend says when by itself
+            steps = outlook.steps
+            low, high = (None if value is None else max(1, round(value)) for value in (outlook.low, outlook.high))
+    if case.forecast.cause == "running":
+        low = 1
     if steps is None:
-        return Breach(low=1)
+        return Breach(low=low or 1, high=high, probability=probability)
     whole = max(1, math.ceil(steps))
     seconds = None if math.isnan(case.series.step_s) else whole * case.series.step_s
-    return Breach(steps=whole, seconds=seconds, low=1 if case.forecast.cause == "running" else None)
+    return Breach(steps=whole, seconds=seconds, low=low, high=high, probability=probability)
 
 
 def _remedy(case: _Case) -> Remedy | None:

@@ -20,7 +20,11 @@ __all__ = ["Breach", "Finding", "Remedy", "worst_first"]
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """A breach to come. Null where nothing is known; intervals and probabilities are null until they are calibrated."""
+    """A breach to come; null where nothing is known.
+
+    `probability` is that of a breach within 500 steps, from the calibrated estimator. `low` and `high` are 10 % and
+    90 % of the steps until it, should it come; with a trend, which says when by itself, they are null.
+    """
 
     steps: int | None = None
     seconds: float | None = None
