@@ -7,7 +7,6 @@ nanoseconds in a double. `otherData` has the Unix time that 0 stands for.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any, BinaryIO, Final
 
 from .export_timeline import Event, Instant, Process, Sample, Slice, Track
@@ -16,6 +15,8 @@ __all__ = ["ChromeWriter"]
 
 _EXACT: Final = 1 << 53
 """From here on a JSON reader may round an integer."""
+
+_json: Final = json.JSONEncoder(allow_nan=False).encode
 
 
 class ChromeWriter:
@@ -28,15 +29,16 @@ class ChromeWriter:
         self._threads: dict[Track, tuple[int, int]] = {}
         self._processes: dict[Process, int] = {}
         self._instants: dict[Track, int] = {}
-        self._comma = b""
+        self._names: dict[str, str] = {}
+        self._comma = b"\n"
         head = {"clock_begin_unix_ns": str(begin_ns), "producer": "kvcanary-trace"}
-        self._file.write(f'{{"displayTimeUnit": "ns", "otherData": {json.dumps(head)}, "traceEvents": ['.encode())
+        self._file.write(f'{{"displayTimeUnit": "ns", "otherData": {_json(head)}, "traceEvents": ['.encode())
 
     def add(self, event: Event) -> None:
         """Write one event, and before it the names that it is the first to need."""
         if isinstance(event, Sample):
             pid = self._process(event.track.process)
-            self._write("C", event.time_ns, pid, 0, event.track.name, args={"ratio": event.value})
+            self._write("C", event.time_ns, pid, 0, event.track.name, f', "args": {{"ratio": {_json(event.value)}}}')
             return
         pid, tid = self._thread(event.track)
         if isinstance(event, Slice):
@@ -49,38 +51,36 @@ class ChromeWriter:
             self._instants[event.track] = begin_ns + 1
             self._slice(begin_ns, begin_ns + 1, pid, tid, event)
             if event.flow is not None:
-                self._flow("f", begin_ns, pid, tid, event.flow, bp="e")
+                self._flow("f", begin_ns, pid, tid, event.flow, ', "bp": "e"')
 
     def close(self) -> None:
         """End the JSON document."""
         self._file.write(b"\n]}\n")
 
     def _slice(self, begin_ns: int, end_ns: int, pid: int, tid: int, event: Slice | Instant) -> None:
-        self._write(
-            "X",
-            begin_ns,
-            pid,
-            tid,
-            event.name,
-            dur=_Literal(_microseconds(end_ns - begin_ns)),
-            cat=event.name,
-            args={name: _exact(value) for name, value in event.args.items()},
+        args = {name: _exact(value) for name, value in event.args.items()}
+        name = self._quoted(event.name)
+        more = f', "dur": {_microseconds(end_ns - begin_ns)}, "cat": {name}, "args": {_json(args)}'
+        self._write("X", begin_ns, pid, tid, event.name, more)
+
+    def _flow(self, phase: str, time_ns: int, pid: int, tid: int, number: int, more: str = "") -> None:
+        self._write(phase, time_ns, pid, tid, "written by", f', "cat": "violation", "id": {number}{more}')
+
+    def _write(self, phase: str, time_ns: int, pid: int, tid: int, name: str, more: str) -> None:
+        self._put(
+            f'{{"ph": "{phase}", "name": {self._quoted(name)}, "ts": {_microseconds(time_ns - self._begin_ns)}, '
+            f'"pid": {pid}, "tid": {tid}{more}}}'
         )
 
-    def _flow(self, phase: str, time_ns: int, pid: int, tid: int, number: int, **more: Any) -> None:
-        self._write(phase, time_ns, pid, tid, "written by", cat="violation", id=number, **more)
+    def _put(self, event: str) -> None:
+        self._file.write(self._comma + event.encode())
+        self._comma = b",\n"
 
-    def _write(self, phase: str, time_ns: int, pid: int, tid: int, name: str, **more: Any) -> None:
-        self._put({"ph": phase, "name": name, "ts": _Literal(_microseconds(time_ns - self._begin_ns)), "pid": pid,
-                   "tid": tid, **more})  # fmt: skip
-
-    def _put(self, event: Mapping[str, Any]) -> None:
-        fields = ", ".join(
-            f"{json.dumps(key)}: {value if isinstance(value, _Literal) else json.dumps(value, allow_nan=False)}"
-            for key, value in event.items()
-        )
-        self._file.write(self._comma + b"\n{" + fields.encode() + b"}")
-        self._comma = b","
+    def _quoted(self, name: str) -> str:
+        quoted = self._names.get(name)
+        if quoted is None:
+            quoted = self._names[name] = _json(name)
+        return quoted
 
     # --- tracks -----------------------------------------------------------------------------------------------------
 
@@ -101,11 +101,7 @@ class ChromeWriter:
         return pid
 
     def _name(self, what: str, pid: int, tid: int, name: str) -> None:
-        self._put({"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}})
-
-
-class _Literal(str):
-    """Text that is a JSON number already."""
+        self._put(_json({"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}))
 
 
 def _microseconds(time_ns: int) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any, Final, TypeAlias
 
 from kvcanary_trace import names
@@ -25,6 +26,7 @@ MAX_LANES: Final = 8
 """Steps that stand beside each other; one more is cut to where the first lane is free."""
 
 _FETCH_ROWS: Final = 4096
+_PIECE_ROWS: Final = 200_000
 _PHASES: Final = ((names.PLAN, "plan_ns"), (names.VERIFY, "verify_ns"), (names.WRITE, "write_ns"))
 
 _KEY: Final = frozenset(("step", "forward", "runner", "group", "time", "seq"))
@@ -134,14 +136,8 @@ class Timeline:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def _step_events(self) -> Iterator[Event]:
-        columns = [column.name for column in STEPS.columns]
-        selected = ", ".join("epoch_ns(time) AS time" if name == "time" else f'"{name}"' for name in columns)
-        query = (
-            f"SELECT run, rank, {selected} FROM steps {self._where} "
-            'ORDER BY run, rank, step, forward, runner, time, "group"'
-        )
-        rows = _rows(self._connection, query, ["run", "rank", *columns])
-        for (run, rank, number), of_step in groupby(rows, key=lambda row: (row["run"], row["rank"], row["step"])):
+        key = itemgetter("run", "rank", "step")
+        for (run, rank, number), of_step in groupby(self._step_rows(), key=key):
             timed = []
             for row in of_step:
                 if row["time"] is None:
@@ -152,6 +148,32 @@ class Timeline:
                 process = Process(run, rank)
                 state = self._states.setdefault(process, _State())
                 yield from self._step(process, state, number, timed)
+
+    def _step_rows(self) -> Iterator[Row]:
+        """Rows in order, sorted a piece at a time: sorting all at once would need memory for all."""
+        columns = [column.name for column in STEPS.columns]
+        selected = ", ".join("epoch_ns(time) AS time" if name == "time" else f'"{name}"' for name in columns)
+        for run, rank, piece in self._pieces():
+            query = (
+                f"SELECT run, rank, {selected} FROM steps WHERE run = '{run.replace(chr(39), 2 * chr(39))}' "
+                f'AND rank = {rank} AND {piece} ORDER BY step, forward, runner, time, "group"'
+            )
+            yield from _rows(self._connection, query, ["run", "rank", *columns])
+
+    def _pieces(self) -> list[tuple[str, int, str]]:
+        """(run, rank, condition on step) of pieces of about _PIECE_ROWS rows each."""
+        sizes = f"SELECT run, rank, count(*), min(step), max(step) FROM steps {self._where} GROUP BY ALL ORDER BY ALL"
+        found = []
+        for run, rank, rows, first, last in self._connection.execute(sizes).fetchall():
+            cuts = [first - 1]
+            if rows > _PIECE_ROWS:
+                shares = [at * _PIECE_ROWS / rows for at in range(1, rows // _PIECE_ROWS + 1)]
+                where = f"{self._where or 'WHERE true'} AND run = ? AND rank = ?"
+                query = f"SELECT approx_quantile(step, {shares}) FROM steps {where}"
+                cuts += self._connection.execute(query, [run, rank]).fetchall()[0][0]
+            cuts = sorted({int(cut) for cut in cuts if first - 1 <= cut < last} | {last})
+            found += [(run, rank, f"step > {low} AND step <= {high}") for low, high in pairwise(cuts)]
+        return found
 
     def _step(self, process: Process, state: _State, number: int, rows: Sequence[Row]) -> Iterator[Event]:
         forwards = [

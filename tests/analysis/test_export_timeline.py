@@ -17,6 +17,7 @@ import pyarrow as pa
 import pytest
 
 from kvcanary_trace import names
+from kvcanary_trace.analysis import export_timeline as export_timeline_module
 from kvcanary_trace.analysis.export import Format, export_timeline
 from kvcanary_trace.errors import DatasetError, SettingError
 from kvcanary_trace.schema import REQUESTS
@@ -293,6 +294,24 @@ def test_a_range_of_steps(tmp_path: Path, format_: Format) -> None:
     assert [one["args"]["step"] for one in timeline.slices["r1 rank 0", "steps"]] == [5, 6, 7]
     timeline, done = exported(root, format_, first_step=100)
     assert done.steps == 0 and not timeline.slices
+
+
+def test_pieces_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sorted a piece at a time, the file is that of one sort, byte for byte: several runs, sparse and repeated steps."""
+    root = tmp_path / "d"
+    for run, scale in (("r1", 1), ("it's", 1 << 40)):
+        for rank in (0, 1):
+            step = np.repeat(np.arange(60) * scale, 2)
+            columns = {"step": step, "group": ["full", "swa"] * 60, "time": START_NS + np.arange(120) * STEP_NS}
+            datasets.write_part(root, steps(120, **columns), run=run, rank=rank)
+    export_timeline(root, Format.perfetto, out=tmp_path / "whole")
+    pieces = []
+    rows = export_timeline_module._rows
+    monkeypatch.setattr(export_timeline_module, "_PIECE_ROWS", 17)
+    monkeypatch.setattr(export_timeline_module, "_rows", lambda *given: pieces.append(given[1]) or rows(*given))
+    done = export_timeline(root, Format.perfetto, out=tmp_path / "pieces")
+    assert len(pieces) > 20 and done.steps == 240
+    assert (tmp_path / "whole").read_bytes() == (tmp_path / "pieces").read_bytes()
 
 
 @formats
