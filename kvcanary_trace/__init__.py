@@ -27,6 +27,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from .analysis.lint import lint
     from .integrations.sglang import instrument, uninstrument
     from .kernels.buffers import RealKvSource, VerifyOrWriteContext, VerifyPlan, WritePlan
     from .kernels.chunks import plan_chunks
@@ -59,6 +60,7 @@ _HOME = {
     "launch_canary_write_kernel": ".kernels.write",
     "launch_plan_entries_kernel": ".kernels.plan",
     "launch_plan_offsets_kernel": ".kernels.plan",
+    "lint": ".analysis.lint",
     "plan_chunks": ".kernels.chunks",
     "step": ".session",
     "trace": ".session",
@@ -92,6 +94,7 @@ __all__ = [
     "launch_canary_write_kernel",
     "launch_plan_entries_kernel",
     "launch_plan_offsets_kernel",
+    "lint",
     "plan_chunks",
     "step",
     "trace",

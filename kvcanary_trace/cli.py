@@ -27,6 +27,10 @@ COMMANDS: Final = {
     "demo": "kvcanary_trace.replay.commands",
     "replay": "kvcanary_trace.replay.commands",
     "analyze": "kvcanary_trace.analysis.commands",
+    "explain": "kvcanary_trace.analysis.advice_commands",
+    "what-if": "kvcanary_trace.analysis.advice_commands",
+    "recommend": "kvcanary_trace.analysis.advice_commands",
+    "compare": "kvcanary_trace.analysis.advice_commands",
     "lint": "kvcanary_trace.analysis.lint_command",
     "export": "kvcanary_trace.analysis.export",
     "recover": "kvcanary_trace.sinks.commands",
@@ -51,7 +55,7 @@ class _LazyGroup(TyperGroup):
             return None
         one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         one.command(cmd_name, context_settings=SETTINGS.get(cmd_name, {}))(
-            getattr(import_module(COMMANDS[cmd_name]), cmd_name)
+            getattr(import_module(COMMANDS[cmd_name]), cmd_name.replace("-", "_"))
         )
         return typer.main.get_command(one)
 

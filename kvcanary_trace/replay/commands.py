@@ -35,6 +35,13 @@ class Overflow(str, Enum):
     rotate = "rotate"
 
 
+class Detail(str, Enum):
+    """What is recorded beside the steps."""
+
+    none = "none"
+    requests = "requests"
+
+
 class OnError(str, Enum):
     """What to do when a launcher refuses a batch."""
 
@@ -119,6 +126,9 @@ def replay(
         OnError,
         typer.Option("--on-error", help="When a launch is refused: stop there, or record it and go on in chunks."),
     ] = OnError.stop,
+    detail: Annotated[
+        Detail, typer.Option("--detail", help="requests: a row for each request of each step too; needs the kernels.")
+    ] = Detail.none,
     inject: Annotated[
         list[str] | None,
         typer.Option(
@@ -165,6 +175,7 @@ def replay(
         on_error=on_error.value,
         faults=faults,
         seed=seed or 0,
+        detail=detail.value,
         settings={"limit": limit, "seed": seed, "time_scale": time_scale, "on_error": on_error.value},
     )
     _print_result(result, out)

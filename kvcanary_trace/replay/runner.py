@@ -75,6 +75,7 @@ def replay_workload(
     faults: Sequence[Fault] = (),
     seed: int = 0,
     progress: bool | None = None,
+    detail: Literal["none", "requests"] = "none",
     settings: dict[str, Any] | None = None,
 ) -> ReplayResult:
     """Replay a workload into a new run of the dataset at `out`.
@@ -90,6 +91,7 @@ def replay_workload(
         faults: To be put in; needs kernels.
         seed: Of the faults' victims.
         progress: Whether to show a bar; None asks the terminal.
+        detail: requests records each request of each step too; needs the kernels.
         settings: Further entries for the run file's `engine` part.
 
     Raises:
@@ -98,6 +100,8 @@ def replay_workload(
     knobs = knobs or EngineKnobs()
     if faults and not kernels:
         raise SettingError("--inject needs the kernels that would catch it: drop --kernels off")
+    if detail == "requests" and not kernels:
+        raise SettingError("--detail requests is read from the launches: drop --kernels off")
     if overflow not in ("skip", "rotate") or on_error not in ("stop", "continue"):
         raise SettingError(
             f"--overflow is skip or rotate and --on-error is stop or continue, got {overflow!r} and {on_error!r}"
@@ -112,7 +116,7 @@ def replay_workload(
             raise
         raise SettingError(_too_much_memory(sizes)) from error
     engine_settings = _engine_settings(workload, run.engine, kernels, device, overflow) | (settings or {})
-    return run.into(out, engine_settings, progress)
+    return run.into(out, engine_settings, progress, detail)
 
 
 def _too_much_memory(sizes: EngineSizes) -> str:
@@ -178,7 +182,13 @@ class _Run:
         if faults:
             self.faults = FaultInjector(list(faults), self.engine, self.canary, seed)
 
-    def into(self, out: Path, engine_settings: dict[str, Any], progress: bool | None) -> ReplayResult:
+    def into(
+        self,
+        out: Path,
+        engine_settings: dict[str, Any],
+        progress: bool | None,
+        detail: Literal["none", "requests"] = "none",
+    ) -> ReplayResult:
         """Open a session at `out`, run every step, and sum up."""
         from kvcanary_trace.session import trace
 
@@ -195,6 +205,7 @@ class _Run:
                     engine=engine_settings,
                     capacities=sizes.for_run_file(self.engine.knobs),
                     write_entry_capacity=sizes.write_entry_capacity,
+                    detail="requests" if detail == "requests" else None,
                 ) as session,
             ):
                 if self.canary is None:
