@@ -41,7 +41,9 @@ class StepRows:
             column = self.batch.column(name)
             if column.type != pa.int64():
                 column = column.cast(pa.int64())
-            values = self._ints[name] = pc.fill_null(column, NOT_MEASURED).to_numpy(zero_copy_only=False)
+            if column.null_count:  # the compute call costs 20 µs even where there is nothing to fill
+                column = pc.fill_null(column, NOT_MEASURED)
+            values = self._ints[name] = column.to_numpy(zero_copy_only=False)
         return values
 
     def names(self, name: str) -> tuple[Ints, list[str]]:

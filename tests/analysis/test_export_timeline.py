@@ -297,7 +297,7 @@ def test_a_range_of_steps(tmp_path: Path, format_: Format) -> None:
 
 
 def test_pieces_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sorted a piece at a time, the file is that of one sort, byte for byte: several runs, sparse and repeated steps."""
+    """Sorted a piece at a time, a file is that of one sort, byte for byte; of several runs and sparse steps, too."""
     root = tmp_path / "d"
     for run, scale in (("r1", 1), ("it's", 1 << 40)):
         for rank in (0, 1):
