@@ -398,3 +398,24 @@ def test_the_command_writes_and_tells(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("wrote traces.perfetto-trace: 3 steps, 9 phases, ") and done.stderr == ""
     assert len(read_perfetto(tmp_path / "traces.perfetto-trace").slices["r1 rank 0", "steps"]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_memory_does_not_grow_with_the_dataset(tmp_path: Path) -> None:
+    """Three times the rows, within a quarter the same peak: sorted in pieces, written as it comes."""
+    code = (
+        "import pathlib, resource, sys; from kvcanary_trace.analysis.export import Format, export_timeline\n"
+        "export_timeline(sys.argv[1], Format.chrome, out=pathlib.Path(sys.argv[1] + '.json'))\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    peaks = []
+    for parts in (4, 12):
+        root = tmp_path / f"d{parts}"
+        for part in range(parts):
+            step = np.arange(50_000) + part * 50_000
+            datasets.write_part(root, steps(50_000, step=step, bs=step % 200), part=part)
+        done = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout))
+    assert peaks[1] < 1.25 * peaks[0], peaks

@@ -28,8 +28,8 @@ static void log_semantics(const nvtxSemanticsHeader_t *header)
         } else if (header->semanticId == NVTX_SEMANTIC_ID_COUNTERS_V1) {
             const nvtxSemanticsCounter_t *of = (const nvtxSemanticsCounter_t *)header;
             log_text("unit", of->unit);
-            log_more(", \"interpolation\": %llu",
-                     (unsigned long long)(of->flags & NVTX_COUNTER_FLAG_INTERPOLATION_LINEAR));
+            /* 1 point, 2 since last, 3 until next, 4 linear */
+            log_more(", \"interpolation\": %llu", (unsigned long long)(of->flags >> 8 & 7));
             log_limit("min", of, (of->flags & NVTX_COUNTER_FLAG_LIMIT_MIN) != 0, &of->min);
             log_limit("max", of, (of->flags & NVTX_COUNTER_FLAG_LIMIT_MAX) != 0, &of->max);
         }

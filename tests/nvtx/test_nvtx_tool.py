@@ -17,6 +17,7 @@ from kvcanary_trace.sinks import otel_names
 INT64_PAYLOAD = 2  # NVTX_PAYLOAD_TYPE_INT64
 FLOAT64, INT64 = 44, 17  # NVTX_PAYLOAD_ENTRY_TYPE_*
 COUNTER_ENTRY = 4 << 12  # NVTX_PAYLOAD_ENTRY_FLAG_COUNTER
+UNTIL_NEXT = 3
 COUNTER_GROUP = 1 << 3  # NVTX_PAYLOAD_SCHEMA_FLAG_COUNTER_GROUP
 REALTIME, GLOBALTIMER = 12, 80  # NVTX_TIMESTAMP_TYPE_*
 
@@ -172,6 +173,7 @@ def test_counters_say_unit_bounds_and_clock(seen: tuple[Any, Any]) -> None:
         ):
             assert (entry["name"], entry["type"], entry["unit"]) == (name, kind, units)
             assert entry["min"] == 0 and entry["max"] is None and entry["flags"] & COUNTER_ENTRY
+            assert entry["interpolation"] == UNTIL_NEXT
 
 
 def test_batches_come_from_the_drain_thread(seen: tuple[Any, Any]) -> None:

@@ -120,7 +120,7 @@ def test_utilisation_is_a_counter(seen: Path, resolve: Any, decoded: Any) -> Non
     log = resolve(seen)
     counters = {event["name"]: event for event in log.of("counter")}
     assert {"write_req full utilization", "verify full utilization"} <= set(counters)
-    assert all(event["unit"] == "1" and event["min"] == 0 for event in counters.values())
+    assert all((event["unit"], event["min"], event["interpolation"]) == ("1", 0, 3) for event in counters.values())
     batches = [batch for batch in log.of("batch") if batch["counter"] == counters["write_req full utilization"]["id"]]
     values = np.concatenate([np.frombuffer(bytes.fromhex(batch["data"])) for batch in batches])
     times = np.concatenate([batch["times"] for batch in batches])
