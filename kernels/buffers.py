@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from .checks import check_capacity, check_source
-from .layout import WORD_BYTES, CanaryLaunchTag, RealKvHashMode
+from .layout import WORD_BYTES, CanaryLaunchTag, ChainName, RealKvHashMode
 
 _INT32_BYTES = 4
 
-__all__ = ["RealKvSource", "VerifyOrWriteContext", "VerifyPlan", "WritePlan"]
+__all__ = ["RealKvSource", "VerifyOrWriteContext", "VerifyPlan", "WritePlan", "is_parallel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,8 @@ class VerifyOrWriteContext:
         real_kv_sources: At most four, folded in order. Empty: fingerprints are 0.
         real_kv_hash_mode: NONE, PARTIAL (16 bytes of each source) or ALL (`read_bytes` of each).
         enable_chain_position_assert: [1] int32. Not 0: write checks that each position follows the one before.
+        chain: What the buffer's chain hashes are: "serial", SGLang's, or "parallel", ours (docs/parallel-chain.md). All
+            launches on one buffer declare the same. SGLang's own contexts declare nothing, and mean "serial".
     """
 
     canary_buf: Tensor
@@ -71,6 +73,12 @@ class VerifyOrWriteContext:
     real_kv_sources: tuple[RealKvSource, ...]
     real_kv_hash_mode: RealKvHashMode
     enable_chain_position_assert: Tensor
+    chain: ChainName = "serial"
+
+
+def is_parallel(context: VerifyOrWriteContext) -> bool:
+    """Whether a context, ours or SGLang's, declares the parallel chain."""
+    return getattr(context, "chain", "serial") == "parallel"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,13 +7,14 @@ that the first sentence stays SGLang's. Nothing here writes to a tensor or reads
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from .layout import (
+    CHAIN_NAMES,
     MAX_REAL_KV_SOURCES,
     MAX_REQS_PER_LAUNCH,
     REAL_KV_ALIGN_BYTES,
@@ -39,6 +40,7 @@ _NOTE_BLOCK = "Split the batch with plan_chunks(...), or admit fewer requests (S
 _NOTE_CAPACITY = "verify_capacity is the plan's own: pass verify_plan_out.verify_slot_indices.shape[0]."
 _NOTE_MAPPING = "A sliding-window group has slots of its own: pass the pool's full-to-SWA mapping, or window 0."
 _NOTE_SOURCE = "The fold reads 16 bytes at a time: give the source a layout in multiples of 16 bytes."
+_NOTE_CHAIN = "Declare the definition that the buffer was written under; SGLang's own is 'serial'."
 _NOTE_DEVICE = "Tensors of one launch live on one device."
 
 
@@ -62,6 +64,8 @@ def wrong_kind(
     """
     for name, (value, kind) in objects.items():
         for field in fields(kind):
+            if field.default is not MISSING:
+                continue  # ours alone: the peer's lack it
             if not hasattr(value, field.name):
                 return TypeError(f"kv-canary: {name} must be a {kind.__name__}, got {type(value).__name__}")
             part = getattr(value, field.name)
@@ -427,6 +431,9 @@ def _check_context(context: VerifyOrWriteContext) -> torch.device:
     )
     if context.real_kv_hash_mode not in (0, 1, 2):
         raise refusal(f"real_kv_hash_mode must be 0 (NONE), 1 (PARTIAL) or 2 (ALL), got {context.real_kv_hash_mode}")
+    chain = getattr(context, "chain", "serial")
+    if chain not in CHAIN_NAMES:
+        raise refusal(f"chain must be 'serial' or 'parallel', got {chain!r}", _NOTE_CHAIN)
     return device
 
 

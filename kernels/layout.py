@@ -7,7 +7,7 @@ the other's launchers). The probe row is ours. Nothing here imports torch.
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 WORD_BYTES: Final = 8
 
@@ -27,7 +27,15 @@ SLOT_WORDS: Final = len(SlotField)
 SLOT_BYTES: Final = SLOT_WORDS * WORD_BYTES
 
 CHAIN_ANCHOR: Final = 0xC0FFEE1234567890
-"""What a chain head is hashed from: it stores `splitmix64(CHAIN_ANCHOR)`."""
+"""What a head of the serial chain is hashed from: it stores `splitmix64(CHAIN_ANCHOR)`."""
+
+PARALLEL_CHAIN_ANCHOR: Final = 0xA55077A71CE5CA90
+"""Likewise, for a head of the parallel chain: another word, so that either chain knows the other's heads."""
+
+ChainName: TypeAlias = Literal["serial", "parallel"]
+"""How a record's chain hash follows from the one before: SGLang's definition, or ours, which a scan computes."""
+
+CHAIN_NAMES: Final[tuple[ChainName, ...]] = ("serial", "parallel")
 
 PADDING_REQ_POOL_IDX: Final = 0
 """`req_pool_indices` value of a padding row: it contributes nothing."""
@@ -83,7 +91,7 @@ class CanaryLaunchTag(IntEnum):
 
 
 class FailReason(IntFlag):
-    """Bits of a violation row's last word."""
+    """Bits of a violation row's last word. The last one is ours: a launch gives it once, SGLang's kernels never."""
 
     VERIFY_CHAIN_HASH_MISMATCH = 1
     VERIFY_POSITION_MISMATCH = 2
@@ -91,6 +99,7 @@ class FailReason(IntFlag):
     WRITE_TOKEN_MISMATCH = 8
     WRITE_POSITION_MISMATCH = 16
     VERIFY_TOKEN_MISMATCH = 32
+    VERIFY_WRONG_CHAIN = 64  # the record follows the chain definition that the context did not declare
 
 
 class ViolationField(IntEnum):

@@ -15,6 +15,7 @@ from kvcanary_trace.kernels.layout import FailReason, RealKvHashMode, SlotField
 
 MASK = 2**64 - 1
 ANCHOR = 0xC0FFEE1234567890
+PARALLEL_ANCHOR = 0xA55077A71CE5CA90
 
 
 def splitmix64(x: int) -> int:
@@ -25,6 +26,17 @@ def splitmix64(x: int) -> int:
 
 def mix3(a: int, b: int, c: int) -> int:
     return splitmix64(splitmix64(splitmix64(a & MASK) ^ (b & MASK)) ^ (c & MASK))
+
+
+def parallel_step(prev_hash: int, token: int, position: int) -> int:
+    """A step of our own chain: an affine map that the record chooses."""
+    addend = splitmix64(splitmix64((token & MASK) ^ 0x6A09E667F3BCC909) ^ (position & MASK))
+    multiplier = splitmix64(addend ^ 0xBB67AE8584CAA73B) | 1
+    return (multiplier * prev_hash + addend) & MASK
+
+
+def is_parallel(context: Any) -> bool:
+    return getattr(context, "chain", "serial") == "parallel"
 
 
 def int64(x: int) -> int:
@@ -139,12 +151,13 @@ def fingerprint(context: Any, slot: int) -> int:
     return total
 
 
-def successor(words: Tensor, slot: int) -> int:
+def successor(words: Tensor, slot: int, parallel: bool) -> int:
     """What the slot after `slot` stores as its chain hash, unsigned."""
     if slot < 0:
-        return splitmix64(ANCHOR)
+        return splitmix64(PARALLEL_ANCHOR if parallel else ANCHOR)
     record = words[slot].tolist()
-    return mix3(record[SlotField.PREV_HASH], record[SlotField.TOKEN], record[SlotField.POSITION])
+    step = parallel_step if parallel else mix3
+    return step(record[SlotField.PREV_HASH], record[SlotField.TOKEN], record[SlotField.POSITION])
 
 
 def report(context: Any, row: tuple[int, ...]) -> None:
@@ -163,16 +176,21 @@ def verify_oracle(*, context: Any, plan: Any, check_verify_expected_token: bool)
         return
     active = max(0, min(int(plan.verify_num_valid[0]), plan.verify_slot_indices.shape[0]))
     context.slot_run_counter[0] += active
+    parallel, wrong_chain_told = is_parallel(context), False
     for i in range(active):
         slot, prev_slot = int(plan.verify_slot_indices[i]), int(plan.verify_prev_slot_indices[i])
         if slot == 0:
             continue
         token, position, prev_hash, real_kv_hash = words[slot, :4].tolist()
         wanted_token = int(plan.verify_expected_tokens[i]) if check_verify_expected_token else -1
-        wanted_hash = prev_hash if prev_slot == 0 else int64(successor(words, prev_slot))
+        wanted_hash = prev_hash if prev_slot == 0 else int64(successor(words, prev_slot, parallel))
         reasons = FailReason(0)
         if prev_hash != wanted_hash:
-            reasons |= FailReason.VERIFY_CHAIN_HASH_MISMATCH
+            if prev_hash != int64(successor(words, prev_slot, not parallel)):
+                reasons |= FailReason.VERIFY_CHAIN_HASH_MISMATCH
+            elif not wrong_chain_told:
+                reasons |= FailReason.VERIFY_WRONG_CHAIN
+                wrong_chain_told = True
         if position != int(plan.verify_expected_positions[i]):
             reasons |= FailReason.VERIFY_POSITION_MISMATCH
         if real_kv_hash != int64(fingerprint(context, slot)):
@@ -202,7 +220,8 @@ def write_oracle(
     active = max(0, min(int(plan.write_num_valid_reqs[0]), plan.write_seed_slot_indices.shape[0]))
     for req in range(active):
         seed = int(plan.write_seed_slot_indices[req])
-        running = successor(words, seed)
+        parallel = is_parallel(context)
+        running = successor(words, seed, parallel)
         follows = seed >= 0 and int(context.enable_chain_position_assert[0]) != 0
         before = int(words[seed, SlotField.POSITION]) if follows else 0
         for i in range(int(plan.write_offsets[req]), int(plan.write_offsets[req + 1])):
@@ -227,5 +246,5 @@ def write_oracle(
                 before = position
             real_kv_hash = int64(fingerprint(context, slot))
             words[slot, :4] = torch.tensor([token, position, stored, real_kv_hash])
-            running = mix3(running, token, position)
+            running = (parallel_step if parallel else mix3)(running, token, position)
             context.slot_run_counter[0] += 1

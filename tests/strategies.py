@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvcanary_trace.kernels import RealKvHashMode, RealKvSource, VerifyOrWriteContext, VerifyPlan, WritePlan
-from kvcanary_trace.kernels.layout import CanaryLaunchTag
+from kvcanary_trace.kernels.layout import CanaryLaunchTag, ChainName
 
 POISON = -0x5A5A5A5A5A5A5A5B
 POISON_32 = -0x5A5A5A5B
@@ -188,7 +188,7 @@ def random_source(draw: Draw, num_slots: int) -> RealKvSource:
     return RealKvSource(tensor=tensor, page_size=page_size, num_bytes_per_token=token_bytes, read_bytes=read_bytes)
 
 
-def random_context(draw: Draw, num_slots: int) -> VerifyOrWriteContext:
+def random_context(draw: Draw, num_slots: int, chain: ChainName = "serial") -> VerifyOrWriteContext:
     """A poisoned buffer, ring and counters; sources and mode as they come."""
     slot_bytes = draw.pick(32, 32, 32, 40, 64)
     ring_rows = draw.pick(0, 1, 3, 8, 64, 64)
@@ -206,6 +206,7 @@ def random_context(draw: Draw, num_slots: int) -> VerifyOrWriteContext:
         real_kv_sources=sources,
         real_kv_hash_mode=RealKvHashMode(draw.pick(0, 1, 1, 2)),
         enable_chain_position_assert=draw.tensor([draw.pick(0, 1, 1)], torch.int32),
+        chain=chain,
     )
 
 
@@ -230,12 +231,20 @@ class WriteCase:
         return context
 
 
-def write_case(seed: int, *, device: torch.device | str = "cpu", serial: bool = False, many: bool = False) -> WriteCase:
+def write_case(
+    seed: int,
+    *,
+    device: torch.device | str = "cpu",
+    serial: bool = False,
+    many: bool = False,
+    chain: ChainName = "serial",
+) -> WriteCase:
     """Chains with and without seeds, skipped tokens, wrong tokens and positions, short plans.
 
     Args:
         serial: Requests may share slots, or be seeded from slots that others store into.
         many: More requests than a dozen, of very different lengths.
+        chain: What the context declares; the rest of the case is the same.
     """
     draw = Draw(seed, device)
     bs = draw.int(14, 40) if many else draw.pick(0, 1, 1, 2, draw.int(2, 8))
@@ -245,7 +254,7 @@ def write_case(seed: int, *, device: torch.device | str = "cpu", serial: bool = 
         counts[:] = 1
     total = int(counts.sum())
     num_slots = total + bs + draw.int(3, 12)
-    context = random_context(draw, num_slots)
+    context = random_context(draw, num_slots, chain)
     free = draw.rng.permutation(np.arange(1, num_slots))
     slots = free[:total].copy()
     seeds = np.where(draw.rng.random(bs) < 0.3, -draw.int(1, 3), free[total : total + bs])
@@ -348,10 +357,15 @@ def verify_plan_of(
 
 
 def clean_buffer(
-    seed: int, write: Callable[..., None], *, device: torch.device | str = "cpu", many: bool = False
+    seed: int,
+    write: Callable[..., None],
+    *,
+    device: torch.device | str = "cpu",
+    many: bool = False,
+    chain: ChainName = "serial",
 ) -> tuple[Draw, VerifyOrWriteContext, list[tuple[int, int, int, int]]]:
     """A buffer that `write` filled with chains, and the entries that describe it: no violation until one is planted."""
-    case = write_case(seed, device=device, many=many)
+    case = write_case(seed, device=device, many=many, chain=chain)
     context = case.run(write)
     draw = Draw(seed ^ 0x5EED, device)
     ids, positions = case.inputs["input_ids"].tolist(), case.inputs["positions"].tolist()
@@ -370,10 +384,15 @@ def clean_buffer(
 
 
 def verify_case(
-    seed: int, write: Callable[..., None], *, device: torch.device | str = "cpu", many: bool = False
+    seed: int,
+    write: Callable[..., None],
+    *,
+    device: torch.device | str = "cpu",
+    many: bool = False,
+    chain: ChainName = "serial",
 ) -> VerifyCase:
     """Entries of a written buffer, shuffled, repeated, spoilt, with dummy slots and unknown predecessors among them."""
-    draw, context, entries = clean_buffer(seed, write, device=device, many=many)
+    draw, context, entries = clean_buffer(seed, write, device=device, many=many, chain=chain)
     num_slots = context.canary_buf.shape[0]
     if draw.chance(0.3):
         draw.rng.shuffle(entries)

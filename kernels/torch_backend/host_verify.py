@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from ..buffers import VerifyOrWriteContext, VerifyPlan
-from ..hashing import ANCHOR_HASH, as_u64
+from ..hashing import as_u64
 from ..layout import DUMMY_SLOT, VIOLATION_WORDS, FailReason, SlotField, ViolationField
 from .host_arrays import CHUNK, I64, U64, Bools, array, scratch, slot_words
-from .host_chain import successors
+from .host_chains import Chain, chains_of
 from .host_fold import Fingerprints
 from .refusals import slot_refusal
 from .violations import append_violations
@@ -19,7 +19,6 @@ from .violations import append_violations
 _GATHER_MAX_ENTRIES: Final = 512
 """Up to here one gather of all predecessors is cheaper than telling apart which of them are in the chunk."""
 
-_ANCHOR_HASH: Final = np.uint64(ANCHOR_HASH)
 _TOKEN, _POSITION, _PREV_HASH, _REAL_KV_HASH = (int(field) for field in SlotField)
 
 
@@ -38,6 +37,8 @@ class _Checker:
     def __init__(self, context: VerifyOrWriteContext) -> None:
         self._words = slot_words(context.canary_buf)
         self._fingerprints = Fingerprints(context)
+        self._chain, self._other_chain = chains_of(context)
+        self._wrong_chain_told = False
         self._tag = int(context.kernel_kind)
         self.rows: list[I64] = []
 
@@ -97,32 +98,32 @@ class _Checker:
         n = len(slots)
         expected = scratch.words("verify_expected", n)
         if n <= _GATHER_MAX_ENTRIES:
-            self._gather_hashes(slots, prev_slots, records[:, _PREV_HASH], expected)
+            self._gather_hashes(self._chain, slots, prev_slots, records[:, _PREV_HASH], expected)
             return expected
         following, tmp = scratch.words("verify_following", n), scratch.words("verify_tmp", n)
-        successors(records, following, tmp)
+        self._chain.successors(records, following, tmp)
         # Most entries follow their predecessor in the plan, whose record is already here.
         expected[1:] = following[:-1]
         elsewhere = np.not_equal(prev_slots[1:], slots[:-1])
         elsewhere |= prev_slots[1:] == DUMMY_SLOT
         others = np.concatenate(([0], np.flatnonzero(elsewhere) + 1))
         hashes = np.empty(len(others), dtype=np.uint64)
-        self._gather_hashes(slots[others], prev_slots[others], records[others, _PREV_HASH], hashes)
+        self._gather_hashes(self._chain, slots[others], prev_slots[others], records[others, _PREV_HASH], hashes)
         expected[others] = hashes
         return expected
 
-    def _gather_hashes(self, slots: I64, prev_slots: I64, stored: U64, out: U64) -> None:
+    def _gather_hashes(self, chain: Chain, slots: I64, prev_slots: I64, stored: U64, out: U64) -> None:
         """Expected hashes from the predecessors' own records."""
         place = np.maximum(prev_slots, 0)
         place[slots == DUMMY_SLOT] = DUMMY_SLOT  # not checked: whatever its predecessor, it is not read
-        successors(self._words[place], out, np.empty_like(out))
-        np.copyto(out, _ANCHOR_HASH, where=prev_slots < 0)
+        chain.successors(self._words[place], out, np.empty_like(out))
+        np.copyto(out, chain.anchor_hash, where=prev_slots < 0)
         np.copyto(out, stored, where=prev_slots == DUMMY_SLOT)
 
     def _report(self, failed: I64, entries: _Entries, records: U64, expected: U64, fingerprints: U64) -> None:
         record = records[failed].view(np.int64)
         chain = expected[failed].view(np.int64)
-        reasons = np.where(record[:, _PREV_HASH] != chain, int(FailReason.VERIFY_CHAIN_HASH_MISMATCH), 0)
+        reasons = self._chain_reasons(failed, entries, records, record[:, _PREV_HASH] != chain)
         moved = record[:, _POSITION] != entries.positions[failed]
         reasons |= np.where(moved, int(FailReason.VERIFY_POSITION_MISMATCH), 0)
         changed = record[:, _REAL_KV_HASH] != fingerprints[failed].view(np.int64)
@@ -141,7 +142,21 @@ class _Checker:
         rows[:, ViolationField.CHAIN_HASH] = record[:, _PREV_HASH]
         rows[:, ViolationField.EXPECTED_AUX] = chain
         rows[:, ViolationField.FAIL_REASON] = reasons
-        self.rows.append(rows)
+        self.rows.append(rows[reasons != 0])
+
+    def _chain_reasons(self, failed: I64, entries: _Entries, records: U64, differs: Bools) -> I64:
+        """A mismatch each; but records that follow the other chain are told once, by the first of the launch."""
+        reasons = np.where(differs, int(FailReason.VERIFY_CHAIN_HASH_MISMATCH), 0)
+        if not differs.any():
+            return reasons
+        stored, others = records[failed, _PREV_HASH], np.empty(len(failed), dtype=np.uint64)
+        self._gather_hashes(self._other_chain, entries.slots[failed], entries.prev_slots[failed], stored, others)
+        wrong = differs & (stored == others)
+        reasons[wrong] = 0
+        if not self._wrong_chain_told and wrong.any():
+            self._wrong_chain_told = True
+            reasons[wrong.argmax()] = int(FailReason.VERIFY_WRONG_CHAIN)
+        return reasons
 
 
 def verify(*, context: VerifyOrWriteContext, plan: VerifyPlan, check_verify_expected_token: bool) -> None:

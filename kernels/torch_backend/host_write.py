@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from ..buffers import VerifyOrWriteContext, WritePlan
-from ..hashing import ANCHOR_HASH, as_u64
+from ..hashing import as_u64
 from ..layout import SLOT_WORDS, VIOLATION_WORDS, FailReason, SlotField, ViolationField
 from .host_arrays import CHUNK, I64, U64, Bools, array, slot_words
-from .host_chain import chain_hashes, successors
+from .host_chains import chains_of
 from .host_fold import Fingerprints
 from .refusals import slot_refusal, write_offsets_refusal
 from .violations import append_violations
-
-_ANCHOR_HASH: Final = np.uint64(ANCHOR_HASH)
 
 _FEW_SLOTS: Final = 256
 """Up to here a Python set finds a seed among the slots faster than numpy."""
@@ -58,6 +56,7 @@ class _Writer:
         self._words = slot_words(context.canary_buf)
         self._records = self._words[:, :SLOT_WORDS]
         self._fingerprints = Fingerprints(context)
+        self._chain, _ = chains_of(context)
         self._tag = int(context.kernel_kind)
         self._assert_positions = context.enable_chain_position_assert.item() != 0
         self.rows: list[I64] = []
@@ -75,13 +74,13 @@ class _Writer:
         seeded = requests.seeds >= 0
         seed_records = self._words[np.maximum(requests.seeds, 0)]
         seeds = np.empty(len(seed_records), dtype=np.uint64)
-        successors(seed_records, seeds, np.empty_like(seeds))
-        np.copyto(seeds, _ANCHOR_HASH, where=~seeded)
+        self._chain.successors(seed_records, seeds, np.empty_like(seeds))
+        np.copyto(seeds, self._chain.anchor_hash, where=~seeded)
 
         records = np.empty((len(tokens.slots), SLOT_WORDS), dtype=np.uint64)
         hashes = np.empty(len(records), dtype=np.uint64)
         ids, positions = as_u64(tokens.ids), as_u64(tokens.positions)
-        chain_hashes(seeds, requests.counts, requests.offsets, ids, positions, hashes)
+        self._chain.chain_hashes(seeds, requests.counts, requests.offsets, ids, positions, hashes)
         records[:, SlotField.TOKEN] = ids
         records[:, SlotField.POSITION] = positions
         records[:, SlotField.PREV_HASH] = hashes

@@ -1,4 +1,4 @@
-"""Fingerprints and chain hashes through torch's operations, on any device."""
+"""Fingerprints through torch's operations, on any device."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import torch
 from torch import Tensor
 
 from ..buffers import VerifyOrWriteContext
-from ..hashing import ANCHOR_HASH, mix3_tensor, signed, splitmix64_tensor
-from ..layout import PARTIAL_READ_BYTES, WORD_BYTES, RealKvHashMode, SlotField
+from ..hashing import splitmix64_tensor
+from ..layout import PARTIAL_READ_BYTES, WORD_BYTES, RealKvHashMode
 from .refusals import source_refusal
 
 
 def slot_words(context: VerifyOrWriteContext) -> Tensor:
     """[num_slots, words_per_slot] int64 view of the canary buffer."""
     return context.canary_buf.view(torch.int64)
-
-
-def successors(words: Tensor, slots: Tensor) -> Tensor:
-    """What the slot after each of `slots` stores as its chain hash; the anchor's after a negative one."""
-    records = words[slots.clamp(min=0)]
-    hashes = mix3_tensor(records[:, SlotField.PREV_HASH], records[:, SlotField.TOKEN], records[:, SlotField.POSITION])
-    return torch.where(slots < 0, signed(ANCHOR_HASH), hashes)
 
 
 def fingerprints(context: VerifyOrWriteContext, slots: Tensor) -> Tensor:

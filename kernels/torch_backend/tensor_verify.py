@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..buffers import VerifyOrWriteContext, VerifyPlan
+from ..buffers import VerifyOrWriteContext, VerifyPlan, is_parallel
 from ..layout import DUMMY_SLOT, FailReason, SlotField
 from .refusals import slot_refusal
-from .tensor_fold import fingerprints, slot_words, successors
+from .tensor_chain import successors
+from .tensor_fold import fingerprints, slot_words
 from .violations import append_violations
 
 
@@ -43,8 +44,13 @@ def _violations(
     wanted_real_kv_hash = fingerprints(context, slots)
     records = words[slots]
     token, position, prev_hash, real_kv_hash = (records[:, field] for field in SlotField)
-    chain = torch.where(prev_slots == DUMMY_SLOT, prev_hash, successors(words, prev_slots))
-    reasons = (prev_hash != chain) * int(FailReason.VERIFY_CHAIN_HASH_MISMATCH)
+    parallel = is_parallel(context)
+    chain = torch.where(prev_slots == DUMMY_SLOT, prev_hash, successors(words, prev_slots, parallel))
+    differs = prev_hash != chain
+    # Records that follow the other chain are told once, by the first of the launch.
+    wrong = differs & (prev_hash == successors(words, prev_slots, not parallel))
+    reasons = (differs & ~wrong) * int(FailReason.VERIFY_CHAIN_HASH_MISMATCH)
+    reasons += (wrong & (wrong.cumsum(0) == 1)) * int(FailReason.VERIFY_WRONG_CHAIN)
     reasons += (position != positions) * int(FailReason.VERIFY_POSITION_MISMATCH)
     reasons += (real_kv_hash != wanted_real_kv_hash) * int(FailReason.VERIFY_REAL_KV_HASH_MISMATCH)
     reasons += ((tokens != -1) & (tokens != token)) * int(FailReason.VERIFY_TOKEN_MISMATCH)

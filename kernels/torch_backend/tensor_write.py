@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..buffers import VerifyOrWriteContext, WritePlan
-from ..hashing import mix3_tensor
+from ..buffers import VerifyOrWriteContext, WritePlan, is_parallel
 from ..layout import SLOT_WORDS, FailReason, SlotField
 from .refusals import slot_refusal, write_offsets_refusal
-from .tensor_fold import fingerprints, slot_words, successors
+from .tensor_chain import chain_hashes, successors
+from .tensor_fold import fingerprints, slot_words
 from .violations import append_violations
 
 
@@ -95,7 +95,9 @@ def _write_part(context: VerifyOrWriteContext, batch: _Batch, seeds: Tensor, rea
     words = slot_words(context)
     seed = seeds[batch.reqs]
     seed_positions = words[seed.clamp(min=0), int(SlotField.POSITION)]
-    hashes = _chain(batch, successors(words, seed))
+    parallel = is_parallel(context)
+    seed_hashes = successors(words, seed, parallel)
+    hashes = chain_hashes(batch.step, seed_hashes, batch.ids, batch.positions, parallel)
     rows = _violations(context, batch, seed, seed_positions, hashes)
     records = torch.stack((batch.ids, batch.positions, hashes, real_kv_hashes), dim=1)
     # The last of several stores to one slot counts; an indexed store has no order.
@@ -105,16 +107,6 @@ def _write_part(context: VerifyOrWriteContext, batch: _Batch, seeds: Tensor, rea
     kept = last[batch.slots] == order
     words[batch.slots[kept], :SLOT_WORDS] = records[kept]
     return rows
-
-
-def _chain(batch: _Batch, seeds: Tensor) -> Tensor:
-    """[n] int64 chain hash that each token stores."""
-    hashes = torch.where(batch.step == 0, seeds, 0)
-    for step in range(int(batch.step.max())):
-        going = torch.nonzero(batch.step == step + 1).squeeze(1)
-        before = going - 1
-        hashes[going] = mix3_tensor(hashes[before], batch.ids[before], batch.positions[before])
-    return hashes
 
 
 def _violations(

@@ -10,12 +10,13 @@ from strategies import SEEDS, clean_buffer, clone, verify_plan_of
 
 from kvcanary_trace import kernels
 from kvcanary_trace.kernels import FailReason, RealKvSource
-from kvcanary_trace.kernels.layout import SlotField, ViolationField
+from kvcanary_trace.kernels.layout import CHAIN_NAMES, ChainName, SlotField, ViolationField
 
 pytestmark = pytest.mark.usefixtures("torch_path")
 CASES = settings(
     max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
+CHAINS = st.sampled_from(CHAIN_NAMES)
 FLIPS = st.integers(0, 63).map(lambda bit: 1 << bit if bit < 63 else -(2**63))
 
 
@@ -31,9 +32,9 @@ def violations(context: kernels.VerifyOrWriteContext) -> list[tuple[int, FailRea
 
 
 @CASES
-@given(seed=SEEDS)
-def test_a_clean_buffer_is_clean(seed: int) -> None:
-    draw, context, entries = clean_buffer(seed, kernels.launch_canary_write_kernel)
+@given(seed=SEEDS, chain=CHAINS)
+def test_a_clean_buffer_is_clean(seed: int, chain: ChainName) -> None:
+    draw, context, entries = clean_buffer(seed, kernels.launch_canary_write_kernel, chain=chain)
     before = clone(context)
     plan = verify_plan_of(draw, entries)
     kernels.launch_canary_verify_kernel(context=context, plan=plan, check_verify_expected_token=True)
@@ -44,10 +45,17 @@ def test_a_clean_buffer_is_clean(seed: int) -> None:
 
 
 @CASES
-@given(seed=SEEDS, where=st.integers(0, 10**6), word=st.sampled_from(SlotField), flip=FLIPS, check=st.booleans())
-def test_one_changed_word(seed: int, where: int, word: SlotField, flip: int, check: bool) -> None:
+@given(
+    seed=SEEDS,
+    where=st.integers(0, 10**6),
+    word=st.sampled_from(SlotField),
+    flip=FLIPS,
+    check=st.booleans(),
+    chain=CHAINS,
+)
+def test_one_changed_word(seed: int, where: int, word: SlotField, flip: int, check: bool, chain: ChainName) -> None:
     """The slot itself, by the word's own check; its successors, where the word is part of the chain."""
-    draw, context, entries = clean_buffer(seed, kernels.launch_canary_write_kernel)
+    draw, context, entries = clean_buffer(seed, kernels.launch_canary_write_kernel, chain=chain)
     context = with_ring(context, 64)
     slot = where % context.canary_buf.shape[0]
     context.canary_buf.view(torch.int64)[slot, word] ^= flip

@@ -6,12 +6,15 @@ import oracle
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from strategies import SEEDS, assert_same_words, plan_case, verify_case, write_case
 
 from kvcanary_trace import kernels
 from kvcanary_trace.kernels import hashing
+from kvcanary_trace.kernels.layout import CHAIN_NAMES, ChainName
 
 pytestmark = pytest.mark.usefixtures("torch_path")
+CHAINS = st.sampled_from(CHAIN_NAMES)
 CASES = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
@@ -64,16 +67,16 @@ def test_halves_equal_the_whole(seed: int) -> None:
 
 
 @CASES
-@given(seed=SEEDS)
-def test_write(seed: int) -> None:
-    case = write_case(seed, serial=seed % 4 == 0, many=seed % 16 == 1)
+@given(seed=SEEDS, chain=CHAINS)
+def test_write(seed: int, chain: ChainName) -> None:
+    case = write_case(seed, serial=seed % 4 == 0, many=seed % 16 == 1, chain=chain)
     assert_same_words(case.run(kernels.launch_canary_write_kernel), case.run(oracle.write_oracle))
 
 
 @CASES
-@given(seed=SEEDS)
-def test_verify(seed: int) -> None:
-    case = verify_case(seed, kernels.launch_canary_write_kernel, many=seed % 16 == 1)
+@given(seed=SEEDS, chain=CHAINS)
+def test_verify(seed: int, chain: ChainName) -> None:
+    case = verify_case(seed, kernels.launch_canary_write_kernel, many=seed % 16 == 1, chain=chain)
     assert_same_words(case.run(kernels.launch_canary_verify_kernel), case.run(oracle.verify_oracle))
 
 
