@@ -91,7 +91,7 @@ class CanaryLaunchTag(IntEnum):
 
 
 class FailReason(IntFlag):
-    """Bits of a violation row's last word. The last one is ours: a launch gives it once, SGLang's kernels never."""
+    """Bits of a violation row's last word. The last one is ours: SGLang's kernels never give it."""
 
     VERIFY_CHAIN_HASH_MISMATCH = 1
     VERIFY_POSITION_MISMATCH = 2
@@ -99,7 +99,7 @@ class FailReason(IntFlag):
     WRITE_TOKEN_MISMATCH = 8
     WRITE_POSITION_MISMATCH = 16
     VERIFY_TOKEN_MISMATCH = 32
-    VERIFY_WRONG_CHAIN = 64  # the record follows the chain definition that the context did not declare
+    VERIFY_WRONG_CHAIN = 64  # a row of its own: the buffer follows the chain that the context did not declare
 
 
 class ViolationField(IntEnum):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Literal, TypeAlias
 
-import torch
 from torch import Tensor
 
 from . import hooks
@@ -13,30 +11,12 @@ from .backend import backend_for
 from .buffers import VerifyPlan, WritePlan
 from .checks import check_entries, check_offsets, check_overflow, check_plan, wrong_kind
 from .layout import MAX_REQS_PER_LAUNCH
+from .scratch import scratch_words
 
 __all__ = ["Overflow", "launch_canary_plan_kernels", "launch_plan_entries_kernel", "launch_plan_offsets_kernel"]
 
 Overflow: TypeAlias = Literal["skip", "rotate"]
 """What a plan does with more entries than it holds: check none, or a window that moves on each step."""
-
-_scratch = threading.local()
-
-
-def _offsets_scratch(device: torch.device, length: int) -> Tensor:
-    """Scratch that no launch still in flight can share: one per thread and stream, and a graph's own under capture."""
-    stream = 0
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            return torch.empty(length, dtype=torch.int64, device=device)
-        stream = torch.cuda.current_stream(device).cuda_stream
-    held: dict[tuple[torch.device, int], Tensor] | None = getattr(_scratch, "held", None)
-    if held is None:
-        held = _scratch.held = {}
-    scratch = held.get((device, stream))
-    if scratch is None or scratch.shape[0] < length:
-        scratch = torch.empty(length, dtype=torch.int64, device=device)
-        held[device, stream] = scratch
-    return scratch
 
 
 def run_plan(
@@ -69,7 +49,7 @@ def run_plan(
         max_reqs=max_reqs,
     )
     device = verify_plan_out.verify_slot_indices.device
-    scratch = _offsets_scratch(device, max_reqs + 1)
+    scratch = scratch_words("plan", device, max_reqs + 1)
     check_offsets(
         req_pool_indices=req_pool_indices,
         prefix_lens=prefix_lens,

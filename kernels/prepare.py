@@ -8,12 +8,14 @@ from dataclasses import replace
 import torch
 
 from .backend import backend_for
-from .buffers import VerifyOrWriteContext, VerifyPlan, WritePlan
+from .buffers import VerifyOrWriteContext, VerifyPlan, WritePlan, is_parallel
 from .layout import MAX_REQS_PER_LAUNCH, VERIFY_OFFSETS_SCRATCH_LEN
 
 __all__ = ["warmup"]
 
 _SMALLEST_BLOCK = 16
+_MANY_TOKENS = 4096
+"""Tokens for which the parallel chain takes its kernels for long batches."""
 
 
 def warmup(
@@ -28,13 +30,13 @@ def warmup(
     """Compile and load every variant of the kernels that a configuration launches, so that none compiles in traffic.
 
     A variant is what the kernels are specialised on: the batch size rounded up to a power of two, maps, expected
-    tokens and rotation for plan; the number of sources, paging and bytes of a context, and the checks asked for, for
-    verify and write. Run it before capturing CUDA graphs: the first launch on a device also allocates the counter of
-    skipped entries. On the torch backend there is nothing to compile.
+    tokens and rotation for plan; the chain, the number of sources, paging and bytes of a context, and the checks asked
+    for, for verify and write. Run it before capturing CUDA graphs: the first launch on a device also allocates the
+    counter of skipped entries. On the torch backend there is nothing to compile.
 
     Args:
-        contexts: The contexts that will be launched, or ones like them: of each, sources, mode and device count. Their
-            buffers, rings and counters are not touched.
+        contexts: The contexts that will be launched, or ones like them: of each, sources, mode, chain and device count.
+            Their buffers, rings and counters are not touched.
         device: Where plan runs; the first context's device, or else the current CUDA device.
         max_reqs: The largest batch, padding included.
         swa: Whether a sliding-window map will be given.
@@ -65,8 +67,7 @@ def warmup(
         num_reqs = min(max(_SMALLEST_BLOCK, num_reqs) * 2, max_reqs)
     for context in contexts:
         for checks in (False, True) if expected_tokens else (False,):
-            _verify_and_write(context, checks)
-            launches += 2
+            launches += _verify_and_write(context, checks)
     if where.type == "cuda":
         torch.cuda.synchronize(where)
     return launches
@@ -102,8 +103,8 @@ def _plan(device: torch.device, num_reqs: int, has_map: bool, has_pool: bool, ro
     )
 
 
-def _verify_and_write(context: VerifyOrWriteContext, checks: bool) -> None:
-    """Launch on empty plans and on outputs of our own: sources are passed on, and not read."""
+def _verify_and_write(context: VerifyOrWriteContext, checks: bool) -> int:
+    """Launch on empty plans and on outputs of our own: sources are passed on, and not read. How many launches."""
     device = context.canary_buf.device
     counters = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)]
     own = replace(
@@ -119,16 +120,19 @@ def _verify_and_write(context: VerifyOrWriteContext, checks: bool) -> None:
     write_plan = WritePlan.allocate(write_req_capacity=1, device=device)
     write_plan.write_offsets.zero_()
     write_plan.write_num_valid_reqs.zero_()
-    tokens = torch.zeros(1, dtype=torch.int64, device=device)
     backend = backend_for(device)
     backend.verify(context=own, plan=verify_plan, check_verify_expected_token=checks)
-    backend.write(
-        context=own,
-        plan=write_plan,
-        input_ids=tokens,
-        positions=tokens,
-        out_cache_loc=tokens,
-        enable_write_input_assert=checks,
-        expected_input_tokens=tokens if checks else None,
-        expected_input_positions=tokens if checks else None,
-    )
+    sizes = (1, _MANY_TOKENS) if is_parallel(context) else (1,)
+    for num_tokens in sizes:
+        tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        backend.write(
+            context=own,
+            plan=write_plan,
+            input_ids=tokens,
+            positions=tokens,
+            out_cache_loc=tokens,
+            enable_write_input_assert=checks,
+            expected_input_tokens=tokens if checks else None,
+            expected_input_positions=tokens if checks else None,
+        )
+    return 1 + len(sizes)

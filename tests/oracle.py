@@ -176,7 +176,7 @@ def verify_oracle(*, context: Any, plan: Any, check_verify_expected_token: bool)
         return
     active = max(0, min(int(plan.verify_num_valid[0]), plan.verify_slot_indices.shape[0]))
     context.slot_run_counter[0] += active
-    parallel, wrong_chain_told = is_parallel(context), False
+    parallel, told = is_parallel(context), None
     for i in range(active):
         slot, prev_slot = int(plan.verify_slot_indices[i]), int(plan.verify_prev_slot_indices[i])
         if slot == 0:
@@ -188,9 +188,9 @@ def verify_oracle(*, context: Any, plan: Any, check_verify_expected_token: bool)
         if prev_hash != wanted_hash:
             if prev_hash != int64(successor(words, prev_slot, not parallel)):
                 reasons |= FailReason.VERIFY_CHAIN_HASH_MISMATCH
-            elif not wrong_chain_told:
-                reasons |= FailReason.VERIFY_WRONG_CHAIN
-                wrong_chain_told = True
+            elif told is None:
+                reason = int(FailReason.VERIFY_WRONG_CHAIN)
+                told = (int(context.kernel_kind), slot, position, token, -1, prev_hash, wanted_hash, reason)
         if position != int(plan.verify_expected_positions[i]):
             reasons |= FailReason.VERIFY_POSITION_MISMATCH
         if real_kv_hash != int64(fingerprint(context, slot)):
@@ -200,6 +200,8 @@ def verify_oracle(*, context: Any, plan: Any, check_verify_expected_token: bool)
         if reasons:
             tag = int(context.kernel_kind)
             report(context, (tag, slot, position, token, wanted_token, prev_hash, wanted_hash, int(reasons)))
+    if told is not None:
+        report(context, told)
 
 
 def write_oracle(

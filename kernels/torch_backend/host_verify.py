@@ -38,9 +38,9 @@ class _Checker:
         self._words = slot_words(context.canary_buf)
         self._fingerprints = Fingerprints(context)
         self._chain, self._other_chain = chains_of(context)
-        self._wrong_chain_told = False
+        self._wrong_chain: list[I64] = []
         self._tag = int(context.kernel_kind)
-        self.rows: list[I64] = []
+        self._rows: list[I64] = []
 
     def check(self, entries: _Entries) -> None:
         slots, prev_slots, positions, tokens = entries
@@ -123,7 +123,7 @@ class _Checker:
     def _report(self, failed: I64, entries: _Entries, records: U64, expected: U64, fingerprints: U64) -> None:
         record = records[failed].view(np.int64)
         chain = expected[failed].view(np.int64)
-        reasons = self._chain_reasons(failed, entries, records, record[:, _PREV_HASH] != chain)
+        reasons = self._chain_reasons(failed, entries, records, record[:, _PREV_HASH] != chain, chain)
         moved = record[:, _POSITION] != entries.positions[failed]
         reasons |= np.where(moved, int(FailReason.VERIFY_POSITION_MISMATCH), 0)
         changed = record[:, _REAL_KV_HASH] != fingerprints[failed].view(np.int64)
@@ -142,10 +142,10 @@ class _Checker:
         rows[:, ViolationField.CHAIN_HASH] = record[:, _PREV_HASH]
         rows[:, ViolationField.EXPECTED_AUX] = chain
         rows[:, ViolationField.FAIL_REASON] = reasons
-        self.rows.append(rows[reasons != 0])
+        self._rows.append(rows[reasons != 0])
 
-    def _chain_reasons(self, failed: I64, entries: _Entries, records: U64, differs: Bools) -> I64:
-        """A mismatch each; but records that follow the other chain are told once, by the first of the launch."""
+    def _chain_reasons(self, failed: I64, entries: _Entries, records: U64, differs: Bools, expected: I64) -> I64:
+        """A mismatch each; but a record that follows the other chain is none, and the launch's first one is told."""
         reasons = np.where(differs, int(FailReason.VERIFY_CHAIN_HASH_MISMATCH), 0)
         if not differs.any():
             return reasons
@@ -153,10 +153,17 @@ class _Checker:
         self._gather_hashes(self._other_chain, entries.slots[failed], entries.prev_slots[failed], stored, others)
         wrong = differs & (stored == others)
         reasons[wrong] = 0
-        if not self._wrong_chain_told and wrong.any():
-            self._wrong_chain_told = True
-            reasons[wrong.argmax()] = int(FailReason.VERIFY_WRONG_CHAIN)
+        if not self._wrong_chain and wrong.any():
+            at = int(wrong.argmax())
+            token, position, prev_hash, _ = records[failed[at]].view(np.int64).tolist()
+            slot, reason = int(entries.slots[failed[at]]), int(FailReason.VERIFY_WRONG_CHAIN)
+            row = [self._tag, slot, position, token, -1, prev_hash, int(expected[at]), reason]
+            self._wrong_chain.append(np.array([row], dtype=np.int64))
         return reasons
+
+    def rows(self) -> list[I64]:
+        """Violation rows in entry order, then the one that tells of the other chain."""
+        return self._rows + self._wrong_chain
 
 
 def verify(*, context: VerifyOrWriteContext, plan: VerifyPlan, check_verify_expected_token: bool) -> None:
@@ -172,7 +179,8 @@ def verify(*, context: VerifyOrWriteContext, plan: VerifyPlan, check_verify_expe
             wanted = None if tokens is None else tokens[part]
             checker.check(_Entries(slots[part], prev_slots[part], positions[part], wanted))
         # Nothing is written until every entry has been read and found inside the buffer.
-        if checker.rows:
-            append_violations(context, torch.from_numpy(np.concatenate(checker.rows)))
+        rows = checker.rows()
+        if rows:
+            append_violations(context, torch.from_numpy(np.concatenate(rows)))
         array(context.slot_run_counter)[0] += active
     array(context.kernel_run_counter)[0] += 1

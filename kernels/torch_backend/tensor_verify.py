@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..buffers import VerifyOrWriteContext, VerifyPlan, is_parallel
-from ..layout import DUMMY_SLOT, FailReason, SlotField
+from ..layout import DUMMY_SLOT, FailReason, SlotField, ViolationField
 from .refusals import slot_refusal
 from .tensor_chain import successors
 from .tensor_fold import fingerprints, slot_words
@@ -47,16 +47,18 @@ def _violations(
     parallel = is_parallel(context)
     chain = torch.where(prev_slots == DUMMY_SLOT, prev_hash, successors(words, prev_slots, parallel))
     differs = prev_hash != chain
-    # Records that follow the other chain are told once, by the first of the launch.
     wrong = differs & (prev_hash == successors(words, prev_slots, not parallel))
     reasons = (differs & ~wrong) * int(FailReason.VERIFY_CHAIN_HASH_MISMATCH)
-    reasons += (wrong & (wrong.cumsum(0) == 1)) * int(FailReason.VERIFY_WRONG_CHAIN)
     reasons += (position != positions) * int(FailReason.VERIFY_POSITION_MISMATCH)
     reasons += (real_kv_hash != wanted_real_kv_hash) * int(FailReason.VERIFY_REAL_KV_HASH_MISMATCH)
     reasons += ((tokens != -1) & (tokens != token)) * int(FailReason.VERIFY_TOKEN_MISMATCH)
     tag = torch.full_like(slots, int(context.kernel_kind))
     rows = torch.stack((tag, slots, position, token, tokens, prev_hash, chain, reasons), dim=1)
-    return rows[reasons != 0]
+    # Records that follow the other chain are no mismatches: the first of them is told, once, after the rest.
+    told = rows[wrong][:1]
+    told[:, ViolationField.EXPECTED_TOKEN] = -1
+    told[:, ViolationField.FAIL_REASON] = int(FailReason.VERIFY_WRONG_CHAIN)
+    return torch.cat((rows[reasons != 0], told))
 
 
 def _check_bounds(slots: Tensor, prev_slots: Tensor, num_slots: int) -> None:

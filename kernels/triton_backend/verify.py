@@ -7,27 +7,106 @@ from typing import TYPE_CHECKING, Final
 import triton
 import triton.language as tl
 
-from ..layout import DUMMY_SLOT, WORD_BYTES, FailReason, SlotField
+from ..buffers import is_parallel
+from ..layout import DUMMY_SLOT, WORD_BYTES, FailReason
+from .chains import successor
 from .device import INTERPRETED, num_multiprocessors, skipped_entries
 from .fold import SOURCE_SIZES, fold_args, fold_sources
-from .hashing import HEAD_HASH, as_i64, as_u64, mix3
+from .hashing import as_i64, as_u64
 from .launch import launch
-from .violations import append_violations
+from .records import POSITION, PREV_HASH, REAL_KV_HASH, TOKEN
+from .violations import append_violation, append_violations
 
 if TYPE_CHECKING:
     from ..buffers import VerifyOrWriteContext, VerifyPlan
 
 _DUMMY_SLOT: tl.constexpr = tl.constexpr(DUMMY_SLOT)
-_TOKEN: tl.constexpr = tl.constexpr(int(SlotField.TOKEN))
-_POSITION: tl.constexpr = tl.constexpr(int(SlotField.POSITION))
-_PREV_HASH: tl.constexpr = tl.constexpr(int(SlotField.PREV_HASH))
-_REAL_KV_HASH: tl.constexpr = tl.constexpr(int(SlotField.REAL_KV_HASH))
 _BAD_CHAIN: tl.constexpr = tl.constexpr(int(FailReason.VERIFY_CHAIN_HASH_MISMATCH))
 _BAD_POSITION: tl.constexpr = tl.constexpr(int(FailReason.VERIFY_POSITION_MISMATCH))
 _BAD_REAL_KV: tl.constexpr = tl.constexpr(int(FailReason.VERIFY_REAL_KV_HASH_MISMATCH))
 _BAD_TOKEN: tl.constexpr = tl.constexpr(int(FailReason.VERIFY_TOKEN_MISMATCH))
+_WRONG_CHAIN: tl.constexpr = tl.constexpr(int(FailReason.VERIFY_WRONG_CHAIN))
+
+_NO_ENTRY: tl.constexpr = tl.constexpr(2**62)
+_TELL_BLOCK: tl.constexpr = tl.constexpr(128)
+"""One entry a lane at most: with two, telling apart would take registers that the loop over the entries needs."""
 
 _SIZES: Final = ["slot_words", "num_records", "num_slots", "capacity", "ring_rows", "launch_tag"]
+
+
+@triton.jit
+def _is_checked(slot, prev_slot, num_records, num_slots):
+    """Whether an entry lies inside the buffer and every source; the dummy slot's does not count."""
+    return (slot > 0) & (slot < num_slots) & (prev_slot < num_records)
+
+
+@triton.jit
+def _read_chain(
+    entry, live, words_ptr, slots_ptr, prev_slots_ptr, slot_words, num_records, num_slots, PARALLEL: tl.constexpr
+):
+    """(slot, stored hash, wanted hash, whether the other chain wants what is stored) of a block of entries."""
+    slot = tl.load(slots_ptr + entry, mask=live, other=_DUMMY_SLOT)
+    prev_slot = tl.load(prev_slots_ptr + entry, mask=live, other=0)
+    checked = _is_checked(slot, prev_slot, num_records, num_slots) & (prev_slot != 0)
+    has_prev = checked & (prev_slot > 0)
+    prev_ptr = words_ptr + prev_slot * slot_words
+    prev_hash = as_u64(tl.load(prev_ptr + PREV_HASH, mask=has_prev, other=0))
+    token = as_u64(tl.load(prev_ptr + TOKEN, mask=has_prev, other=0))
+    position = as_u64(tl.load(prev_ptr + POSITION, mask=has_prev, other=0))
+    stored = as_u64(tl.load(words_ptr + slot * slot_words + PREV_HASH, mask=checked, other=0))
+    wanted = successor(prev_slot, prev_hash, token, position, PARALLEL)
+    other = successor(prev_slot, prev_hash, token, position, not PARALLEL)
+    return slot, stored, wanted, checked & (stored != wanted) & (stored == other)
+
+
+@triton.jit
+def _tell_wrong_chain(
+    first,  # this program's first entry that follows the other chain
+    words_ptr,
+    slots_ptr,
+    prev_slots_ptr,
+    ring_ptr,
+    write_index_ptr,
+    slot_words,
+    num_records,
+    num_slots,
+    ring_rows,
+    launch_tag,
+    PARALLEL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Append a row for `first`, unless an earlier entry of the plan follows the other chain: then that one's is there.
+
+    Where all entries do, the first block has the answer. Where few do, every program that met one reads the plan up to
+    it: slow, in the one case where the records of one buffer disagree on their definition.
+    """
+    start = tl.zeros([], tl.int64)
+    has_earlier = tl.zeros([], tl.int32)
+    while (start < first) & (has_earlier == 0):
+        entry = start + tl.arange(0, BLOCK)
+        _, _, _, wrong = _read_chain(
+            entry, entry < first, words_ptr, slots_ptr, prev_slots_ptr, slot_words, num_records, num_slots, PARALLEL
+        )
+        has_earlier = tl.max(wrong.to(tl.int32), axis=0)
+        start += BLOCK
+    if has_earlier == 0:
+        slot, stored, wanted, _ = _read_chain(
+            first, True, words_ptr, slots_ptr, prev_slots_ptr, slot_words, num_records, num_slots, PARALLEL
+        )
+        record_ptr = words_ptr + slot * slot_words
+        append_violation(
+            ring_ptr,
+            write_index_ptr,
+            ring_rows,
+            launch_tag,
+            _WRONG_CHAIN,
+            slot,
+            tl.load(record_ptr + POSITION),
+            tl.load(record_ptr + TOKEN),
+            -1,
+            as_i64(stored),
+            as_i64(wanted),
+        )
 
 
 @triton.jit(do_not_specialize=[*_SIZES, *SOURCE_SIZES])
@@ -75,6 +154,7 @@ def _verify_kernel(
     PAGED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARALLEL: tl.constexpr,
 ):
     """Verify a plan. Grid: any number of programs; they stride over the entries that the device counts."""
     program = tl.program_id(0)
@@ -85,6 +165,7 @@ def _verify_kernel(
         tl.atomic_add(slot_counter_ptr, num_active, sem="relaxed")
     words_ptr = canary_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     num_skipped = tl.zeros([], tl.int32)
+    first_wrong = tl.full([], _NO_ENTRY, tl.int64)  # entry that follows the other chain
     first = program.to(tl.int64) * BLOCK
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for start in range(first, num_active, step):
@@ -93,7 +174,7 @@ def _verify_kernel(
         slot = tl.load(slots_ptr + entry, mask=live, other=_DUMMY_SLOT)
         prev_slot = tl.load(prev_slots_ptr + entry, mask=live, other=-1)
         wanted = live & (slot != _DUMMY_SLOT)
-        checked = wanted & (slot > 0) & (slot < num_slots) & (prev_slot < num_records)
+        checked = wanted & _is_checked(slot, prev_slot, num_records, num_slots)
         num_skipped += tl.sum((wanted & ~checked).to(tl.int32), axis=0)
 
         # The fold comes first: what is loaded after it does not have to live in registers through it.
@@ -132,19 +213,17 @@ def _verify_kernel(
         if CHECK_TOKEN:
             want_token = tl.load(tokens_ptr + entry, mask=live, other=-1)
         record_ptr = words_ptr + slot * slot_words
-        token = tl.load(record_ptr + _TOKEN, mask=checked, other=0)
-        position = tl.load(record_ptr + _POSITION, mask=checked, other=0)
-        chain_hash = tl.load(record_ptr + _PREV_HASH, mask=checked, other=0)
-        real_kv_hash = tl.load(record_ptr + _REAL_KV_HASH, mask=checked, other=0)
+        token = tl.load(record_ptr + TOKEN, mask=checked, other=0)
+        position = tl.load(record_ptr + POSITION, mask=checked, other=0)
+        chain_hash = tl.load(record_ptr + PREV_HASH, mask=checked, other=0)
+        real_kv_hash = tl.load(record_ptr + REAL_KV_HASH, mask=checked, other=0)
         has_prev = checked & (prev_slot > 0)
         prev_ptr = words_ptr + prev_slot * slot_words
-        prev_token = tl.load(prev_ptr + _TOKEN, mask=has_prev, other=0)
-        prev_position = tl.load(prev_ptr + _POSITION, mask=has_prev, other=0)
-        prev_hash = tl.load(prev_ptr + _PREV_HASH, mask=has_prev, other=0)
+        prev_token = tl.load(prev_ptr + TOKEN, mask=has_prev, other=0)
+        prev_position = tl.load(prev_ptr + POSITION, mask=has_prev, other=0)
+        prev_hash = tl.load(prev_ptr + PREV_HASH, mask=has_prev, other=0)
 
-        head = tl.full([BLOCK], HEAD_HASH, tl.uint64)
-        successor = mix3(as_u64(prev_hash), as_u64(prev_token), as_u64(prev_position))
-        want_hash = as_i64(tl.where(prev_slot < 0, head, successor))
+        want_hash = as_i64(successor(prev_slot, as_u64(prev_hash), as_u64(prev_token), as_u64(prev_position), PARALLEL))
         # Predecessor unknown: nothing to compare with, and the row shows the stored hash.
         want_hash = tl.where(prev_slot == 0, chain_hash, want_hash)
         reasons = tl.where(chain_hash != want_hash, _BAD_CHAIN, 0)
@@ -153,18 +232,43 @@ def _verify_kernel(
         if CHECK_TOKEN:
             reasons |= tl.where((want_token != -1) & (token != want_token), _BAD_TOKEN, 0)
         reasons = tl.where(checked, reasons, 0).to(tl.int64)
-        append_violations(
+        if tl.max(reasons, axis=0) != 0:
+            other_hash = successor(
+                prev_slot, as_u64(prev_hash), as_u64(prev_token), as_u64(prev_position), not PARALLEL
+            )
+            # No fault of these records but of the declaration: told once, after the entries.
+            wrong_chain = ((reasons & _BAD_CHAIN) != 0) & (chain_hash == as_i64(other_hash))
+            reasons = tl.where(wrong_chain, reasons & ~_BAD_CHAIN, reasons)
+            nowhere = tl.full([BLOCK], _NO_ENTRY, tl.int64)
+            first_wrong = tl.minimum(first_wrong, tl.min(tl.where(wrong_chain, entry, nowhere), axis=0))
+            append_violations(
+                ring_ptr,
+                write_index_ptr,
+                ring_rows,
+                launch_tag,
+                reasons,
+                slot,
+                position,
+                token,
+                want_token,
+                chain_hash,
+                want_hash,
+            )
+    if first_wrong != _NO_ENTRY:
+        _tell_wrong_chain(
+            first_wrong,
+            words_ptr,
+            slots_ptr,
+            prev_slots_ptr,
             ring_ptr,
             write_index_ptr,
+            slot_words,
+            num_records,
+            num_slots,
             ring_rows,
             launch_tag,
-            reasons,
-            slot,
-            position,
-            token,
-            want_token,
-            chain_hash,
-            want_hash,
+            PARALLEL,
+            _TELL_BLOCK,
         )
     if num_skipped > 0:
         tl.atomic_add(skipped_ptr, num_skipped.to(tl.int64), sem="relaxed")
@@ -217,6 +321,6 @@ def verify(*, context: VerifyOrWriteContext, plan: VerifyPlan, check_verify_expe
             *fold.sizes,
         ),
         fold.addresses,
-        (check_verify_expected_token, fold.num_sources, fold.paged, fold.chunk, block),
+        (check_verify_expected_token, fold.num_sources, fold.paged, fold.chunk, block, is_parallel(context)),
         num_warps,
     )

@@ -1,4 +1,4 @@
-"""Appending rows to the violation ring, one atomic for a whole block of entries."""
+"""Appending rows to the violation ring: of a whole block of entries with one atomic, or one row."""
 
 from __future__ import annotations
 
@@ -49,3 +49,31 @@ def append_violations(
         tl.store(row_ptr + _CHAIN_HASH, chain_hash, mask=fits)
         tl.store(row_ptr + _EXPECTED_AUX, expected_aux, mask=fits)
         tl.store(row_ptr + _FAIL_REASON, reasons, mask=fits)
+
+
+@triton.jit
+def append_violation(
+    ring_ptr,
+    write_index_ptr,
+    ring_rows,
+    launch_tag,
+    reason,
+    slot,
+    position,
+    token,
+    expected_token,
+    chain_hash,
+    expected_aux,
+):
+    """Append one row. Everything is a scalar."""
+    row = tl.atomic_add(write_index_ptr, 1, sem="relaxed").to(tl.int64)
+    if (row >= 0) & (row < ring_rows):
+        row_ptr = ring_ptr + row * _WORDS
+        tl.store(row_ptr + _LAUNCH_TAG, launch_tag)
+        tl.store(row_ptr + _SLOT, slot)
+        tl.store(row_ptr + _POSITION, position)
+        tl.store(row_ptr + _TOKEN, token)
+        tl.store(row_ptr + _EXPECTED_TOKEN, expected_token)
+        tl.store(row_ptr + _CHAIN_HASH, chain_hash)
+        tl.store(row_ptr + _EXPECTED_AUX, expected_aux)
+        tl.store(row_ptr + _FAIL_REASON, reason)

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Final
 import triton
 import triton.language as tl
 
+from ..buffers import is_parallel
 from ..layout import WORD_BYTES
 from .device import INTERPRETED, num_multiprocessors, skipped_entries
 from .fold import SOURCE_SIZES, fold_args
 from .launch import launch
 from .write_chains import walk_chains
 from .write_fold import fold_tokens
+from .write_parallel import write_parallel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -186,6 +188,18 @@ def write(
     A token whose slot lies outside the buffer or a source, or a seed outside the buffer, is left out and counted in
     `skipped_entries`; a chain without its seed starts at the anchor.
     """
+    if is_parallel(context):
+        write_parallel(
+            context=context,
+            plan=plan,
+            input_ids=input_ids,
+            positions=positions,
+            out_cache_loc=out_cache_loc,
+            enable_write_input_assert=enable_write_input_assert,
+            expected_input_tokens=expected_input_tokens,
+            expected_input_positions=expected_input_positions,
+        )
+        return
     canary_buf = context.canary_buf
     num_records, slot_bytes = canary_buf.shape
     paired = slot_bytes % (2 * WORD_BYTES) == 0

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from strategies import assert_same_words, clone, plan_case, verify_case, write_case
 
 from kvcanary_trace import kernels
 from kvcanary_trace.kernels.backend import use_backend
+from kvcanary_trace.kernels.layout import CHAIN_NAMES, ChainName
 from kvcanary_trace.kernels.prepare import warmup
 from kvcanary_trace.kernels.triton_backend import launch
+
+TOKENS = ("input_ids", "positions", "out_cache_loc")
 
 
 def test_warming_up_counts_its_launches_and_touches_nothing() -> None:
@@ -19,6 +24,8 @@ def test_warming_up_counts_its_launches_and_touches_nothing() -> None:
     with use_backend("torch"):
         assert warmup(contexts, device="cpu", max_reqs=16) == 2 * 2 * 2 + 2 * 2 * 2
         assert warmup((), device="cpu", max_reqs=1, swa=False, expected_tokens=False) == 1
+        parallel = replace(contexts[0], chain="parallel")  # its write has a variant for long batches
+        assert warmup([parallel], device="cpu", max_reqs=1, swa=False, expected_tokens=False) == 1 + 3
     for context, old in zip(contexts, before, strict=True):
         assert_same_words(context, old)
 
@@ -31,10 +38,11 @@ def test_a_batch_that_no_launch_takes_is_refused(max_reqs: int) -> None:
 
 
 @pytest.mark.gpu
-def test_nothing_compiles_after_warming_up() -> None:
+@pytest.mark.parametrize("chain", CHAIN_NAMES)
+def test_nothing_compiles_after_warming_up(chain: ChainName) -> None:
     """Aligned launches of every case find their kernel; a capture needs no compiler either."""
     with use_backend("triton"):
-        writes = [write_case(seed, device="cuda") for seed in range(30)]
+        writes = [write_case(seed, device="cuda", chain=chain) for seed in range(30)]
         warmup([case.context for case in writes], max_reqs=64)
         compiled = len(launch._compiled)
         assert compiled > 0
@@ -42,8 +50,11 @@ def test_nothing_compiles_after_warming_up() -> None:
             plan_case(seed, device="cuda").run(kernels.launch_canary_plan_kernels)
             writes[seed].run(kernels.launch_canary_write_kernel)
         for case in writes:
-            verify_case(1, kernels.launch_canary_write_kernel, device="cuda").run(
+            verify_case(1, kernels.launch_canary_write_kernel, device="cuda", chain=chain).run(
                 kernels.launch_canary_verify_kernel, context=clone(case.context)
             )
+        zeros = writes[0].inputs["input_ids"].new_zeros(3000)
+        without = {"enable_write_input_assert": False, "expected_input_tokens": None, "expected_input_positions": None}
+        writes[0].run(kernels.launch_canary_write_kernel, **dict.fromkeys(TOKENS, zeros), **without)
         assert len(launch._compiled) == compiled
         torch.cuda.synchronize()
