@@ -7,6 +7,8 @@ being multiples of 16; so a dictionary finds the handle. Whatever is out of the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -17,6 +19,7 @@ from .device import INTERPRETED
 _INT32_MIN: Final = -(2**31)
 _INT32_MAX: Final = 2**31 - 1
 _ALIGN_MASK: Final = 15
+NO_OPTIONS: Final[Mapping[str, int]] = MappingProxyType({})
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -28,6 +31,7 @@ def launch(
     addresses: tuple[int, ...],
     constants: tuple[int, ...],
     num_warps: int,
+    options: Mapping[str, int] = NO_OPTIONS,
 ) -> None:
     """Run `kernel` on the current stream of the tensors' device.
 
@@ -40,14 +44,15 @@ def launch(
         addresses: Integers, specialised on being multiples of 16.
         constants: Its `tl.constexpr` parameters.
         num_warps: Warps a program.
+        options: Further options of Triton's compiler, always the same for the same kernel and constants.
     """
     if INTERPRETED:
-        kernel[(num_programs,)](*tensors, *sizes, *addresses, *constants, num_warps=num_warps)
+        kernel[(num_programs,)](*tensors, *sizes, *addresses, *constants, num_warps=num_warps, **options)
         return
     device = tensors[0].get_device()
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            launch(kernel, num_programs, tensors, sizes, addresses, constants, num_warps)
+            launch(kernel, num_programs, tensors, sizes, addresses, constants, num_warps, options)
         return
     pointers = [tensor.data_ptr() for tensor in tensors]
     low_bits = 0
@@ -56,12 +61,14 @@ def launch(
     for address in addresses:
         low_bits |= address
     if low_bits & _ALIGN_MASK or max(sizes) > _INT32_MAX or min(sizes) < _INT32_MIN:
-        kernel[(num_programs,)](*tensors, *sizes, *addresses, *constants, num_warps=num_warps)
+        kernel[(num_programs,)](*tensors, *sizes, *addresses, *constants, num_warps=num_warps, **options)
         return
     key = (kernel, device, num_warps, constants)
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[(num_programs,)](*tensors, *sizes, *addresses, *constants, num_warps=num_warps)
+        _compiled[key] = kernel[(num_programs,)](
+            *tensors, *sizes, *addresses, *constants, num_warps=num_warps, **options
+        )
         return
     compiled.run(
         num_programs,

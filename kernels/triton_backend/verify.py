@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
+import torch
 import triton
 import triton.language as tl
 
@@ -13,7 +16,7 @@ from .chains import successor
 from .device import INTERPRETED, num_multiprocessors, skipped_entries
 from .fold import SOURCE_SIZES, fold_args, fold_sources
 from .hashing import as_i64, as_u64
-from .launch import launch
+from .launch import NO_OPTIONS, launch
 from .records import POSITION, PREV_HASH, REAL_KV_HASH, TOKEN
 from .violations import append_violation, append_violations
 
@@ -274,13 +277,18 @@ def _verify_kernel(
         tl.atomic_add(skipped_ptr, num_skipped.to(tl.int64), sem="relaxed")
 
 
-def _block(num_sources: int) -> tuple[int, int, int]:
-    """Entries a program, warps, and programs a multiprocessor."""
+_EIGHT_A_MULTIPROCESSOR: Final = MappingProxyType({"maxnreg": 64} if torch.version.cuda else {})
+"""Registers that let eight programs of 128 threads live on one multiprocessor. Some variants would take 72, for the
+rare case that a buffer follows the other chain, and an eighth of the programs would wait for a second wave."""
+
+
+def _block(num_sources: int) -> tuple[int, int, int, Mapping[str, int]]:
+    """Entries a program, warps, programs a multiprocessor, and options of the compiler."""
     if INTERPRETED:
-        return 64, 1, 2
+        return 64, 1, 2, NO_OPTIONS
     if num_sources:
-        return 32, 1, 32
-    return 256, 4, 8
+        return 32, 1, 32, NO_OPTIONS
+    return 256, 4, 8, _EIGHT_A_MULTIPROCESSOR
 
 
 def verify(*, context: VerifyOrWriteContext, plan: VerifyPlan, check_verify_expected_token: bool) -> None:
@@ -292,7 +300,7 @@ def verify(*, context: VerifyOrWriteContext, plan: VerifyPlan, check_verify_expe
     num_records, slot_bytes = canary_buf.shape
     fold = fold_args(context)
     capacity = plan.verify_slot_indices.shape[0]
-    block, num_warps, programs_per_sm = _block(fold.num_sources)
+    block, num_warps, programs_per_sm, options = _block(fold.num_sources)
     programs = min(triton.cdiv(capacity, block), programs_per_sm * num_multiprocessors(canary_buf.device))
     launch(
         _verify_kernel,
@@ -323,4 +331,5 @@ def verify(*, context: VerifyOrWriteContext, plan: VerifyPlan, check_verify_expe
         fold.addresses,
         (check_verify_expected_token, fold.num_sources, fold.paged, fold.chunk, block, is_parallel(context)),
         num_warps,
+        options,
     )
