@@ -3,6 +3,7 @@
 SGLang's wheel is never installed: give the folder it was unpacked into. `apache-tvm-ffi==0.1.11` and nvcc build it.
 
     python benchmarks/gpu_kernels.py --peer DIR [--grid bars|full] [--json FILE] [--budget-s 300]
+    python benchmarks/gpu_kernels.py --grid parallel     # the parallel chain alone, which SGLang does not have
 
 Exit code 1 when an output differs or a bar is missed, 2 when something is missing to run at all.
 """
@@ -20,7 +21,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from kvcanary_trace.kernels import (
     launch_canary_verify_kernel,
     launch_canary_write_kernel,
 )
+from kvcanary_trace.kernels.backend import use_backend
 
 DEVICE = torch.device("cuda")
 RING_ROWS = 1024
@@ -93,6 +95,17 @@ BARS = [
     Point(1, 0, 4096, ALL_LARGE, kernels=("write",), bars={"write": 0.006}),
     Point(8, 0, 512, ALL_LARGE, kernels=("write",), bars={"write": 0.01}),
 ]
+
+PARALLEL_BARS_US = [
+    (Point(1, 0, 16_384), 15.0),
+    (Point(1, 0, 4096), None),
+    (Point(1, 0, 65_536), None),
+    (Point(1, 0, 16_384, PARTIAL), None),
+    (Point(8, 0, 2048), None),
+    (Point(256, 1024, 1), None),
+    (Point(1024, 16, 1), None),
+]
+"""Writes under the parallel chain, and what they may take. A scan in one program took 25 us for the first."""
 
 
 def full_grid() -> list[Point]:
@@ -415,6 +428,55 @@ def run(points: list[Point], peer: Peer, budget_s: float) -> tuple[list[dict[str
     return rows, failed
 
 
+def run_parallel() -> tuple[list[dict[str, Any]], bool]:
+    """Writes under the parallel chain beside our serial ones; the torch backend's buffers compared first."""
+    rows: list[dict[str, Any]] = []
+    failed = False
+    for point, bar_us in PARALLEL_BARS_US:
+        batch = Batch(point)
+        batch.fill_prefix()
+        launch_canary_plan_kernels(**batch.plan_args(batch.sides["ours"]))
+        serial = batch.write_args(batch.sides["ours"])
+        contexts = [replace(batch.sides["ours"].context, chain="parallel", canary_buf=buf) for buf in _buffers(batch)]
+        launch_canary_write_kernel(**serial | {"context": contexts[0]})
+        with use_backend("torch"):
+            launch_canary_write_kernel(**serial | {"context": contexts[1]})
+        same = torch.equal(contexts[0].canary_buf, contexts[1].canary_buf)
+        if not same:
+            print(f"DIFFERS {point.name}: canary_buf")
+        times = compare(
+            {
+                "parallel": lambda given=serial | {"context": contexts[0]}: launch_canary_write_kernel(**given),
+                "serial": lambda given=serial: launch_canary_write_kernel(**given),
+            }
+        )
+        took, walked = times["parallel"], times["serial"]
+        holds = same and (bar_us is None or took <= bar_us)
+        failed |= not holds
+        rows.append(
+            {
+                "work": point.name,
+                "kernel": "write, parallel chain",
+                "ours_us": took,
+                "ours_serial_us": walked,
+                "bar_us": bar_us,
+                "ok": holds,
+            }
+        )
+        print(
+            f"parallel {point.name:46} serial {walked:9.2f} us  parallel {took:9.2f} us  bar {bar_us or '-'}  "
+            f"{'ok' if holds else 'MISSED'}",
+            flush=True,
+        )
+    return rows, failed
+
+
+def _buffers(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two copies of a batch's buffer: one for each backend."""
+    buf = batch.sides["ours"].context.canary_buf
+    return buf.clone(), buf.clone()
+
+
 def copy_ceiling_gbps() -> float:
     """Bytes read plus written per second of a large device copy, in GB/s."""
     source = torch.empty(2**29, dtype=torch.int64, device=DEVICE)
@@ -426,18 +488,21 @@ def copy_ceiling_gbps() -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, required=True, help="folder of an unpacked SGLang 0.5.23 wheel")
-    parser.add_argument("--grid", choices=("bars", "full"), default="bars")
+    parser.add_argument("--peer", type=Path, help="folder of an unpacked SGLang 0.5.23 wheel")
+    parser.add_argument("--grid", choices=("bars", "full", "parallel"), default="bars")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--budget-s", type=float, default=300.0)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu_kernels needs a CUDA device", file=sys.stderr)
         return 2
+    if args.peer is None and args.grid != "parallel":
+        print("gpu_kernels compares with SGLang: --peer DIR, or --grid parallel", file=sys.stderr)
+        return 2
     import triton
 
     begin = time.monotonic()
-    peer = Peer(args.peer)
+    peer = Peer(args.peer) if args.peer else None
     versions = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -445,18 +510,26 @@ def main() -> int:
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }
-    print(versions, f"peer built in {time.monotonic() - begin:.0f} s")
+    print(versions, f"peer built in {time.monotonic() - begin:.0f} s" if peer else "")
     ceiling = copy_ceiling_gbps()
     print(f"copy ceiling {ceiling:.0f} GB/s")
-    rows, failed = run(BARS if args.grid == "bars" else full_grid(), peer, args.budget_s)
-    small = Batch(Point(32, 64, 1, PARTIAL))
-    failed |= bool(differences(small, peer))
-    host = {
-        kernel: {side: host_us(launch) for side, launch in launches_of(small, peer, kernel).items()}
-        for kernel in ("plan", "verify", "write")
-    }
-    for kernel, sides in host.items():
-        print(f"eager host time {kernel:6} peer {sides['peer']:6.1f} us  ours {sides['ours']:6.1f} us")
+    rows: list[dict[str, Any]] = []
+    host: dict[str, dict[str, float]] = {}
+    failed = False
+    if peer and args.grid != "parallel":
+        rows, failed = run(BARS if args.grid == "bars" else full_grid(), peer, args.budget_s)
+        small = Batch(Point(32, 64, 1, PARTIAL))
+        failed |= bool(differences(small, peer))
+        host = {
+            kernel: {side: host_us(launch) for side, launch in launches_of(small, peer, kernel).items()}
+            for kernel in ("plan", "verify", "write")
+        }
+        for kernel, sides in host.items():
+            print(f"eager host time {kernel:6} peer {sides['peer']:6.1f} us  ours {sides['ours']:6.1f} us")
+    if args.grid != "full":
+        parallel, missed_bar = run_parallel()
+        rows += parallel
+        failed |= missed_bar
     missed = [row for row in rows if not row["ok"]]
     print(f"{len(rows) - len(missed)} of {len(rows)} hold")
     if args.json:
