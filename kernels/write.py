@@ -32,7 +32,8 @@ def launch_canary_write_kernel(
 
     The Triton backend is safe under CUDA graph capture: no allocation, no readback. The torch backend reads back, and
     must not be captured. Where two requests store into one slot, or one is seeded from a slot that another stores into,
-    the torch backend works request after request, like SGLang's reference; on a device such launches race.
+    the torch backend works request after request, like SGLang's reference; on a device such launches race. Under the
+    parallel chain two tokens of one request that store into one slot race there too.
 
     Args:
         context: Buffer, sources and where to report; see `VerifyOrWriteContext`.
