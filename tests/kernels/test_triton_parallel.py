@@ -25,7 +25,7 @@ from kvcanary_trace.kernels.backend import use_backend
 from kvcanary_trace.kernels.layout import CHAIN_NAMES, FailReason, SlotField, ViolationField
 
 BLOCK = 20
-BLOCKS = 25 if HAS_CUDA else 3
+BLOCKS = 25 if HAS_CUDA else 2
 LENGTHS = [1, 255, 256, 257, 1023, 1024, 1025, 5000, 16_384, 40_000] if HAS_CUDA else [1, 7, 8, 9, 16, 17, 33, 70]
 OTHER = {"serial": "parallel", "parallel": "serial"}
 
