@@ -19,8 +19,8 @@ def launch_canary_verify_kernel(
     position not the expected one, its fingerprint not that of the real K/V bytes, or, if asked, its token not the
     expected one; the reasons are OR-ed into one row. Entries whose chain hash follows the other chain than the context
     declares are no mismatches: the first of them gives one row, `VERIFY_WRONG_CHAIN`, for the launch. Slot 0 is counted
-    and not checked. With `plan.enable` 0 nothing is checked, and only `kernel_run_counter` moves on. The canary buffer is
-    only read.
+    and not checked. With `plan.enable` 0 nothing is checked, and only `kernel_run_counter` moves on. The canary buffer
+    is only read.
 
     The Triton backend is safe under CUDA graph capture: no allocation, no readback. The torch backend reads back, and
     must not be captured; its violation rows come in entry order, the other chain's last.
