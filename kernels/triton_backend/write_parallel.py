@@ -16,14 +16,14 @@ import triton.language as tl
 from ..layout import WORD_BYTES
 from ..scratch import scratch_words
 from .device import INTERPRETED, num_multiprocessors, skipped_entries
-from .fold import SOURCE_SIZES, fold_args
+from .fold import fold_args
 from .hashing import as_i64
 from .launch import launch
 from .parallel_maps import blocks_before, last_of, scan_maps, token_maps
 from .records import POSITION, record_at, store_record
 from .violations import append_violations
 from .write_chains import BAD_POSITION, BAD_TOKEN
-from .write_fold import fold_tokens
+from .write_fold import _fold_tokens_kernel, num_reqs_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,11 +40,6 @@ _SIZES: Final = [
     "ring_rows",
     "launch_tag",
 ]
-
-
-@triton.jit
-def _num_reqs(num_valid_reqs_ptr, req_capacity):
-    return tl.maximum(tl.minimum(tl.load(num_valid_reqs_ptr), req_capacity), 0)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -77,7 +72,7 @@ def _compose_blocks_kernel(
         input_ids_ptr,
         positions_ptr,
         cache_loc_ptr,
-        _num_reqs(num_valid_reqs_ptr, req_capacity),
+        num_reqs_of(num_valid_reqs_ptr, req_capacity),
         num_tokens,
         slot_pairs,
         num_records,
@@ -127,7 +122,7 @@ def _write_parallel_kernel(
     """Scan, check and store a batch's tokens. Grid: (num_blocks,); (1,) if ALONE, for at most BLOCK tokens."""
     block = tl.program_id(0)
     words_ptr = canary_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-    num_reqs = _num_reqs(num_valid_reqs_ptr, req_capacity)
+    num_reqs = num_reqs_of(num_valid_reqs_ptr, req_capacity)
     index = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live, head, begin, seed, multiplier, addend, last = token_maps(
         index,
@@ -212,81 +207,6 @@ def _write_parallel_kernel(
         num_outside += tl.minimum(beyond, num_tokens + 1)
     if num_outside > 0:
         tl.atomic_add(skipped_ptr, num_outside, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=[*_SIZES, *SOURCE_SIZES])
-def _fold_tokens_kernel(
-    canary_ptr,  # [num_records, ..] uint8, inout
-    offsets_ptr,  # [req_capacity + 1] int64
-    num_valid_reqs_ptr,  # [1] int32
-    cache_loc_ptr,  # [num_tokens] int64
-    req_capacity,
-    num_tokens,
-    slot_pairs,
-    num_slots,
-    row_words_0,
-    page_size_0,
-    token_words_0,
-    num_words_0,
-    row_words_1,
-    page_size_1,
-    token_words_1,
-    num_words_1,
-    row_words_2,
-    page_size_2,
-    token_words_2,
-    num_words_2,
-    row_words_3,
-    page_size_3,
-    token_words_3,
-    num_words_3,
-    address_0,
-    address_1,
-    address_2,
-    address_3,
-    PAIRED: tl.constexpr,
-    NUM_SOURCES: tl.constexpr,
-    PAGED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Store the new tokens' fingerprints. Grid: any number of programs."""
-    fold_tokens(
-        tl.program_id(0),
-        tl.num_programs(0),
-        canary_ptr.to(tl.pointer_type(tl.int64), bitcast=True),
-        offsets_ptr,
-        cache_loc_ptr,
-        _num_reqs(num_valid_reqs_ptr, req_capacity),
-        num_tokens,
-        slot_pairs,
-        num_slots,
-        row_words_0,
-        page_size_0,
-        token_words_0,
-        num_words_0,
-        row_words_1,
-        page_size_1,
-        token_words_1,
-        num_words_1,
-        row_words_2,
-        page_size_2,
-        token_words_2,
-        num_words_2,
-        row_words_3,
-        page_size_3,
-        token_words_3,
-        num_words_3,
-        address_0,
-        address_1,
-        address_2,
-        address_3,
-        PAIRED,
-        NUM_SOURCES,
-        PAGED,
-        CHUNK,
-        BLOCK,
-    )
 
 
 _ALONE_BLOCK: Final = 8 if INTERPRETED else 1024

@@ -60,7 +60,7 @@ KERNELS = [
     ("write_parallel", "_compose_blocks_kernel", {"PAIRED": True, "BLOCK": 256}, FOUR_WARPS),
     ("write_parallel", "_write_parallel_kernel", WRITE | {"ALONE": False, "BLOCK": 256}, FOUR_WARPS),
     ("write_parallel", "_write_parallel_kernel", WRITE | {"ALONE": True, "BLOCK": 1024}, {"num_warps": 8}),
-    ("write_parallel", "_fold_tokens_kernel", FOLD, {"num_warps": 1}),
+    ("write_fold", "_fold_tokens_kernel", FOLD, {"num_warps": 1}),
 ]
 
 
