@@ -1,8 +1,7 @@
 """Write kernel: fingerprints in parallel, the hash chain serially, in one launch.
 
 The chain needs tokens and positions only, the fingerprint needs the slot's bytes only, and they fill different words of
-a record. So the first programs walk chains, one lane a request, while the rest fold bytes, one lane a token; neither
-waits for the other. A decode batch is the chain loop run once.
+a record. So the first programs walk chains while the rest fold bytes, one lane a token; neither waits for the other.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ..layout import WORD_BYTES
 from .device import INTERPRETED, num_multiprocessors, skipped_entries
 from .fold import SOURCE_SIZES, fold_args
 from .launch import launch
-from .write_chains import walk_chains
+from .write_chains import walk_long, walk_short
 from .write_fold import fold_tokens
 from .write_parallel import write_parallel
 
@@ -34,7 +33,8 @@ _SIZES: Final = [
     "num_slots",
     "ring_rows",
     "launch_tag",
-    "num_chain_programs",
+    "num_short_programs",
+    "num_long_programs",
 ]
 
 
@@ -62,7 +62,8 @@ def _write_kernel(
     num_slots,  # at most num_records: slots below this have bytes in every source too
     ring_rows,
     launch_tag,
-    num_chain_programs,
+    num_short_programs,
+    num_long_programs,
     row_words_0,
     page_size_0,
     token_words_0,
@@ -89,18 +90,21 @@ def _write_kernel(
     PAGED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_REQS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    SHORT: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write a batch. Grid: (num_chain_programs + any number of programs that stride over the tokens,)."""
+    """Write a batch. Grid: (num_short_programs + num_long_programs + any number that stride over the tokens,)."""
     program = tl.program_id(0)
     words_ptr = canary_ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     num_reqs = tl.maximum(tl.minimum(tl.load(num_valid_reqs_ptr), req_capacity), 0)
     if program == 0:
         tl.atomic_add(kernel_counter_ptr, tl.full([], 1, tl.int64), sem="relaxed")
-    if program < num_chain_programs:
+    num_chain_programs = num_short_programs + num_long_programs
+    if program < num_short_programs:
         if program * BLOCK_REQS < num_reqs:
-            walk_chains(
+            walk_short(
+                program,
                 words_ptr,
                 offsets_ptr,
                 seeds_ptr,
@@ -125,7 +129,36 @@ def _write_kernel(
                 NUM_SOURCES > 0,
                 PAIRED,
                 BLOCK_REQS,
-                UNROLL,
+                SHORT,
+            )
+    elif program < num_chain_programs:
+        for req in range(program - num_short_programs, num_reqs, num_long_programs):
+            walk_long(
+                req,
+                words_ptr,
+                offsets_ptr,
+                seeds_ptr,
+                input_ids_ptr,
+                positions_ptr,
+                cache_loc_ptr,
+                want_tokens_ptr,
+                want_positions_ptr,
+                assert_flag_ptr,
+                ring_ptr,
+                write_index_ptr,
+                slot_counter_ptr,
+                skipped_ptr,
+                num_tokens,
+                slot_pairs,
+                num_records,
+                num_slots,
+                ring_rows,
+                launch_tag,
+                CHECK_INPUT,
+                NUM_SOURCES > 0,
+                PAIRED,
+                SHORT,
+                GROUP,
             )
     elif NUM_SOURCES > 0:
         fold_tokens(
@@ -166,8 +199,11 @@ def _write_kernel(
         )
 
 
-_UNROLL: Final = 2 if INTERPRETED else 16
 _BLOCK_REQS: Final = 16 if INTERPRETED else 32
+_GROUP: Final = 4 if INTERPRETED else 32
+_SHORT: Final = 2 if INTERPRETED else 4
+"""Tokens up to which a request is walked by a lane of a shared warp rather than by a warp of its own."""
+_LONG_PROGRAMS_PER_SM: Final = 8
 _BLOCK: Final = 32
 _FOLD_PROGRAMS_PER_SM: Final = 16
 
@@ -206,14 +242,16 @@ def write(
     fold = fold_args(context)
     num_tokens = input_ids.shape[0]
     req_capacity = plan.write_seed_slot_indices.shape[0]
-    chain_programs = triton.cdiv(req_capacity, _BLOCK_REQS)
+    multiprocessors = num_multiprocessors(canary_buf.device)
+    short_programs = triton.cdiv(req_capacity, _BLOCK_REQS)
+    # No batch of so few tokens has more long requests than this.
+    long_programs = min(req_capacity, num_tokens // (_SHORT + 1), _LONG_PROGRAMS_PER_SM * multiprocessors)
     fold_programs = 0
     if fold.num_sources:
-        most = _FOLD_PROGRAMS_PER_SM * num_multiprocessors(canary_buf.device)
-        fold_programs = min(triton.cdiv(num_tokens, _BLOCK), most)
+        fold_programs = min(triton.cdiv(num_tokens, _BLOCK), _FOLD_PROGRAMS_PER_SM * multiprocessors)
     launch(
         _write_kernel,
-        chain_programs + fold_programs,
+        short_programs + long_programs + fold_programs,
         (
             canary_buf,
             plan.write_offsets,
@@ -239,7 +277,8 @@ def write(
             min(num_records, fold.num_slots),
             context.violation_ring.shape[0],
             int(context.kernel_kind),
-            chain_programs,
+            short_programs,
+            long_programs,
             *fold.sizes,
         ),
         fold.addresses,
@@ -250,7 +289,8 @@ def write(
             fold.paged,
             fold.chunk,
             _BLOCK_REQS,
-            _UNROLL,
+            _SHORT,
+            _GROUP,
             _BLOCK,
         ),
         num_warps=1,

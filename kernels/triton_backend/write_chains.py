@@ -1,4 +1,9 @@
-"""Serial chains: a lane a request, a token a step, its loads ahead of it and its stores behind."""
+"""Serial chains: short requests a lane each, a long request a warp of its own.
+
+One token's hash is some forty dependent instructions, and a warp that walks a chain is bound by their latency: each
+instruction beside them costs time. So a long request's warp holds a group of tokens in its lanes: it loads, checks and
+stores 32 of them with the instructions of one, and only the hash goes token by token, the same in every lane.
+"""
 
 from __future__ import annotations
 
@@ -85,16 +90,47 @@ def _step(
 
 
 @triton.jit
-def _load_group(ptr, index, UNROLL: tl.constexpr):
-    """UNROLL values of every request, as a tuple of [BLOCK_REQS]."""
-    steps = ()
-    for step in tl.static_range(UNROLL):
-        steps = steps + (tl.load(ptr + index + step),)  # noqa: RUF005
-    return steps
+def _seed_state(
+    words_ptr,
+    begin,  # int64, a scalar or of any shape, and so `end` and `seed`
+    end,
+    seed,
+    num_tokens,
+    num_records,
+    slot_pairs,
+    PAIRED: tl.constexpr,
+):
+    """Where a request begins. Returns its tokens within the arrays, chain, last position, whether it is seeded, and how
+    many of its tokens and seeds lie outside."""
+    # Offsets that point outside the token arrays, or a seed outside the buffer, are not followed.
+    num_outside = tl.maximum(end - tl.maximum(begin, num_tokens), 0) + tl.maximum(tl.minimum(end, 0) - begin, 0)
+    num_outside = tl.minimum(num_outside, num_tokens + 1).to(tl.int32)
+    begin = tl.maximum(begin, 0)
+    end = tl.minimum(end, num_tokens)
+    has_tokens = end > begin
+    num_outside += (has_tokens & (seed >= num_records)).to(tl.int32)
+    seeded = has_tokens & (seed >= 0) & (seed < num_records)
+    seed_ptr = record_at(words_ptr, seed, slot_pairs, PAIRED)
+    seed_token = tl.load(seed_ptr + TOKEN, mask=seeded, other=0)
+    last_position = tl.load(seed_ptr + POSITION, mask=seeded, other=0)
+    seed_hash = tl.load(seed_ptr + PREV_HASH, mask=seeded, other=0)
+    after_seed = mix3(as_u64(seed_hash), as_u64(seed_token), as_u64(last_position))
+    head = as_u64(tl.zeros_like(seed)) + HEAD_HASH
+    return begin, end, tl.where(seeded, after_seed, head), last_position, seeded, num_outside
 
 
 @triton.jit
-def walk_chains(
+def _count(slot_counter_ptr, skipped_ptr, num_stored, num_outside):
+    """Add what a program stored and left out. Both int32."""
+    if num_stored > 0:
+        tl.atomic_add(slot_counter_ptr, num_stored.to(tl.int64), sem="relaxed")
+    if num_outside > 0:
+        tl.atomic_add(skipped_ptr, num_outside.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def walk_short(
+    program,
     words_ptr,
     offsets_ptr,
     seeds_ptr,
@@ -119,126 +155,27 @@ def walk_chains(
     HAS_SOURCES: tl.constexpr,
     PAIRED: tl.constexpr,
     BLOCK_REQS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    SHORT: tl.constexpr,
 ):
-    req = tl.program_id(0) * BLOCK_REQS + tl.arange(0, BLOCK_REQS)
+    """Walk the chains of BLOCK_REQS requests, those of at most SHORT tokens: a decode batch is the loop run once."""
+    req = program * BLOCK_REQS + tl.arange(0, BLOCK_REQS)
     in_batch = req < num_reqs
     begin = tl.load(offsets_ptr + req, mask=in_batch, other=0)
     end = tl.load(offsets_ptr + req + 1, mask=in_batch, other=0)
+    ours = end - begin <= SHORT
+    begin = tl.where(ours, begin, 0)
+    end = tl.where(ours, end, 0)
     seed = tl.load(seeds_ptr + req, mask=in_batch, other=-1)
     assert_flag = tl.load(assert_flag_ptr)
-    # Offsets that point outside the token arrays, or a seed outside the buffer, are not followed.
-    num_outside = tl.maximum(end - tl.maximum(begin, num_tokens), 0) + tl.maximum(tl.minimum(end, 0) - begin, 0)
-    num_outside = tl.minimum(num_outside, num_tokens + 1).to(tl.int32)
-    begin = tl.maximum(begin, 0)
-    end = tl.minimum(end, num_tokens)
-    has_tokens = end > begin
-    bad_seed = has_tokens & (seed >= num_records)
-    num_outside += bad_seed.to(tl.int32)
-    seeded = has_tokens & (seed >= 0) & (seed < num_records)
-    seed_ptr = record_at(words_ptr, seed, slot_pairs, PAIRED)
-    seed_token = tl.load(seed_ptr + TOKEN, mask=seeded, other=0)
-    last_position = tl.load(seed_ptr + POSITION, mask=seeded, other=0)
-    seed_hash = tl.load(seed_ptr + PREV_HASH, mask=seeded, other=0)
-    head = tl.full([BLOCK_REQS], HEAD_HASH, tl.uint64)
-    chain = tl.where(seeded, mix3(as_u64(seed_hash), as_u64(seed_token), as_u64(last_position)), head)
+    begin, end, chain, last_position, seeded, num_outside = _seed_state(
+        words_ptr, begin, end, seed, num_tokens, num_records, slot_pairs, PAIRED
+    )
     follows = seeded & (assert_flag != 0)
-
     num_stored = tl.zeros([BLOCK_REQS], tl.int32)
-    count = tl.maximum(end - begin, 0)
-    whole = count // UNROLL * UNROLL
-    longest = tl.max(whole, axis=0)
-    if longest > 0:
-        # Requests without a group of their own read the first tokens, which are there, rather than under a mask.
-        index = tl.where(whole > 0, begin, 0)
-        slots = _load_group(cache_loc_ptr, index, UNROLL)
-        tokens = _load_group(input_ids_ptr, index, UNROLL)
-        positions = _load_group(positions_ptr, index, UNROLL)
-        for start in range(0, longest, UNROLL):
-            live = start < whole
-            index = tl.where(live, begin + start, 0)
-            next_index = tl.where(start + UNROLL < whole, begin + (start + UNROLL), 0)
-            # A group that has nothing to report is stored without looking at its tokens one by one. Words of the bits
-            # that would have to be 0 are gathered first: a compare each would cost as much as a third of the hash.
-            slot_bits = tl.zeros([BLOCK_REQS], tl.uint64)
-            position_bits = tl.zeros([BLOCK_REQS], tl.uint64)
-            input_bits = tl.zeros([BLOCK_REQS], tl.uint64)
-            largest = tl.zeros([BLOCK_REQS], tl.uint32)
-            next_position = as_u64(last_position + 1)
-            for step in tl.static_range(UNROLL):
-                slot_bits |= as_u64(slots[step])
-                largest = tl.maximum(largest, slots[step].to(tl.uint32))
-                # Exact while the low words do not carry; if they do, the group is looked at.
-                low = (as_u64(positions[step]).to(tl.uint32) - step) ^ next_position.to(tl.uint32)
-                high = (as_u64(positions[step]) ^ next_position) >> 32
-                position_bits |= low.to(tl.uint64) | high
-                if CHECK_INPUT:
-                    input_bits |= as_u64(tokens[step] ^ tl.load(want_tokens_ptr + index + step))
-                    input_bits |= as_u64(positions[step] ^ tl.load(want_positions_ptr + index + step))
-            bad = ((slot_bits >> 32) != 0) | (largest >= num_slots) | (input_bits != 0)
-            bad = live & (bad | (follows & (position_bits != 0)))
-            if tl.max(bad.to(tl.int32), axis=0) == 0:
-                after = chain
-                next_slots = ()
-                next_tokens = ()
-                next_positions = ()
-                for step in tl.static_range(UNROLL):
-                    store_record(
-                        words_ptr,
-                        slots[step],
-                        slot_pairs,
-                        tokens[step],
-                        positions[step],
-                        after,
-                        live,
-                        HAS_SOURCES,
-                        PAIRED,
-                    )
-                    after = mix3(after, as_u64(tokens[step]), as_u64(positions[step]))
-                    # The next group loads in the shadow of the hash, a token a step.
-                    next_slots = next_slots + (tl.load(cache_loc_ptr + next_index + step),)  # noqa: RUF005
-                    next_tokens = next_tokens + (tl.load(input_ids_ptr + next_index + step),)  # noqa: RUF005
-                    next_positions = next_positions + (tl.load(positions_ptr + next_index + step),)  # noqa: RUF005
-                chain = tl.where(live, after, chain)
-                last_position = tl.where(live, positions[UNROLL - 1], last_position)
-                num_stored += tl.where(live, UNROLL, 0)
-                slots = next_slots
-                tokens = next_tokens
-                positions = next_positions
-            else:
-                for again in range(UNROLL):
-                    chain, last_position, num_stored, num_outside = _step(
-                        index + again,
-                        live,
-                        chain,
-                        last_position,
-                        num_stored,
-                        num_outside,
-                        follows,
-                        words_ptr,
-                        input_ids_ptr,
-                        positions_ptr,
-                        cache_loc_ptr,
-                        want_tokens_ptr,
-                        want_positions_ptr,
-                        ring_ptr,
-                        write_index_ptr,
-                        slot_pairs,
-                        num_slots,
-                        ring_rows,
-                        launch_tag,
-                        CHECK_INPUT,
-                        HAS_SOURCES,
-                        PAIRED,
-                    )
-                slots = _load_group(cache_loc_ptr, next_index, UNROLL)
-                tokens = _load_group(input_ids_ptr, next_index, UNROLL)
-                positions = _load_group(positions_ptr, next_index, UNROLL)
-    for one in range(tl.max(count - whole, axis=0)):
-        rest = whole + one
+    for step in range(tl.max(end - begin, axis=0)):
         chain, last_position, num_stored, num_outside = _step(
-            begin + rest,
-            rest < count,
+            begin + step,
+            begin + step < end,
             chain,
             last_position,
             num_stored,
@@ -260,8 +197,147 @@ def walk_chains(
             HAS_SOURCES,
             PAIRED,
         )
+    _count(slot_counter_ptr, skipped_ptr, tl.sum(num_stored, axis=0), tl.sum(num_outside, axis=0))
 
-    tl.atomic_add(slot_counter_ptr, tl.sum(num_stored, axis=0).to(tl.int64), sem="relaxed")
-    outside = tl.sum(num_outside, axis=0)
-    if outside > 0:
-        tl.atomic_add(skipped_ptr, outside.to(tl.int64), sem="relaxed")
+
+@triton.jit
+def _walk_group(
+    start,  # int64: the group's first token
+    count,  # its tokens
+    chain,  # uint64: before the group
+    last_position,  # int64: of the last stored token before the group
+    input_ids_ptr,
+    positions_ptr,
+    cache_loc_ptr,
+    num_slots,
+    GROUP: tl.constexpr,
+):
+    """Token by token. Returns every lane's chain and last position before its token, and those after the group."""
+    lanes = tl.arange(0, GROUP)
+    chains = tl.zeros([GROUP], tl.uint64)
+    before = tl.zeros([GROUP], tl.int64)
+    for step in range(count):
+        chains = tl.where(lanes == step, chain, chains)
+        before = tl.where(lanes == step, last_position, before)
+        slot = tl.load(cache_loc_ptr + start + step)
+        token = tl.load(input_ids_ptr + start + step)
+        position = tl.load(positions_ptr + start + step)
+        stored = (slot >= 0) & (slot < num_slots)
+        chain = tl.where(stored, mix3(chain, as_u64(token), as_u64(position)), chain)
+        last_position = tl.where(stored, position, last_position)
+    return chains, before, chain, last_position
+
+
+@triton.jit
+def walk_long(
+    req,
+    words_ptr,
+    offsets_ptr,
+    seeds_ptr,
+    input_ids_ptr,
+    positions_ptr,
+    cache_loc_ptr,
+    want_tokens_ptr,
+    want_positions_ptr,
+    assert_flag_ptr,
+    ring_ptr,
+    write_index_ptr,
+    slot_counter_ptr,
+    skipped_ptr,
+    num_tokens,
+    slot_pairs,
+    num_records,
+    num_slots,
+    ring_rows,
+    launch_tag,
+    CHECK_INPUT: tl.constexpr,
+    HAS_SOURCES: tl.constexpr,
+    PAIRED: tl.constexpr,
+    SHORT: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Walk the chain of one request of more than SHORT tokens, GROUP tokens at a time.
+
+    Of two tokens of one group that name the same slot, either may be the one that stays.
+    """
+    begin = tl.load(offsets_ptr + req)
+    end = tl.load(offsets_ptr + req + 1)
+    if end - begin > SHORT:
+        seed = tl.load(seeds_ptr + req)
+        assert_flag = tl.load(assert_flag_ptr)
+        begin, end, chain, last_position, seeded, num_outside = _seed_state(
+            words_ptr, begin, end, seed, num_tokens, num_records, slot_pairs, PAIRED
+        )
+        follows = seeded & (assert_flag != 0)
+        lanes = tl.arange(0, GROUP)
+        num_stored = tl.zeros([GROUP], tl.int32)
+        num_left_out = tl.zeros([GROUP], tl.int32)
+        index = begin + lanes
+        slot = tl.load(cache_loc_ptr + index, mask=index < end, other=-1)
+        token = tl.load(input_ids_ptr + index, mask=index < end, other=0)
+        position = tl.load(positions_ptr + index, mask=index < end, other=0)
+        for start in range(begin, end, GROUP):
+            index = start + lanes
+            # The next group loads in the shadow of this one's hashes.
+            ahead = index + GROUP
+            next_slot = tl.load(cache_loc_ptr + ahead, mask=ahead < end, other=-1)
+            next_token = tl.load(input_ids_ptr + ahead, mask=ahead < end, other=0)
+            next_position = tl.load(positions_ptr + ahead, mask=ahead < end, other=0)
+            stored = (slot >= 0) & (slot < num_slots)
+            first_position = tl.load(positions_ptr + start)
+            consecutive = first_position + lanes
+            plain = stored & (position == consecutive)
+            if tl.min(plain.to(tl.int32), axis=0) == 1:
+                chains = as_u64(tl.zeros_like(token))
+                for step in tl.static_range(GROUP):
+                    chains = tl.where(lanes == step, chain, chains)
+                    # From L1, where the group's load has just put it: cheaper than asking its lane.
+                    step_token = tl.load(input_ids_ptr + start + step)
+                    chain = mix3(chain, as_u64(step_token), as_u64(first_position + step))
+                before = tl.where(lanes == 0, last_position, consecutive - 1)
+                last_position = first_position + (GROUP - 1)
+            else:
+                count = tl.minimum(end - start, GROUP).to(tl.int32)
+                chains, before, chain, last_position = _walk_group(
+                    start, count, chain, last_position, input_ids_ptr, positions_ptr, cache_loc_ptr, num_slots, GROUP
+                )
+            reasons = tl.where(stored & follows & (position != before + 1), BAD_POSITION, 0)
+            if CHECK_INPUT:
+                want_token = tl.load(want_tokens_ptr + index, mask=index < end, other=0)
+                want_position = tl.load(want_positions_ptr + index, mask=index < end, other=0)
+                input_reasons = tl.where(token != want_token, BAD_TOKEN, 0)
+                input_reasons |= tl.where(position != want_position, BAD_POSITION, 0)
+                append_violations(
+                    ring_ptr,
+                    write_index_ptr,
+                    ring_rows,
+                    launch_tag,
+                    tl.where(stored, input_reasons, 0).to(tl.int64),
+                    slot,
+                    position,
+                    token,
+                    want_token,
+                    as_i64(chains),
+                    want_position,
+                )
+            append_violations(
+                ring_ptr,
+                write_index_ptr,
+                ring_rows,
+                launch_tag,
+                reasons.to(tl.int64),
+                slot,
+                position,
+                token,
+                token,
+                as_i64(chains),
+                before + 1,
+            )
+            store_record(words_ptr, slot, slot_pairs, token, position, chains, stored, HAS_SOURCES, PAIRED)
+            num_stored += stored.to(tl.int32)
+            num_left_out += (slot >= num_slots).to(tl.int32)
+            slot = next_slot
+            token = next_token
+            position = next_position
+        num_outside += tl.sum(num_left_out, axis=0)
+        _count(slot_counter_ptr, skipped_ptr, tl.sum(num_stored, axis=0), num_outside)

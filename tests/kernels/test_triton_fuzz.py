@@ -1,0 +1,41 @@
+"""100 000 fuzzed rounds of plan, write and verify on the device: every word as the torch backend has it on the host.
+
+The numbers of rounds and of processes come from KVCANARY_FUZZ_ROUNDS and KVCANARY_FUZZ_PROCESSES.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+from conftest import HAS_CUDA
+from fuzz_rounds import fuzz
+
+ROUNDS = int(os.environ.get("KVCANARY_FUZZ_ROUNDS", 100_000 if HAS_CUDA else 200))
+PROCESSES = int(os.environ.get("KVCANARY_FUZZ_PROCESSES", 12 if HAS_CUDA else 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cpu", marks=pytest.mark.skipif(HAS_CUDA, reason="the interpreter is for machines without CUDA")),
+    ],
+)
+def test_rounds_equal_the_torch_backend(device: str) -> None:
+    share = -(-ROUNDS // PROCESSES)
+    ranges = [(first, min(first + share, ROUNDS)) for first in range(0, ROUNDS, share)]
+    if len(ranges) == 1:
+        results = [fuzz(*ranges[0], device)]
+    else:
+        with ProcessPoolExecutor(len(ranges), mp_context=multiprocessing.get_context("spawn")) as pool:
+            results = list(pool.map(fuzz, *zip(*ranges, strict=True), [device] * len(ranges)))
+    launches, violations = (sum(result[part] for result in results) for part in (0, 1))
+    found = [line for result in results for line in result[2]]
+    print(f"{ROUNDS} rounds, {launches} launches, {violations} violations, {len(found)} rounds that differ")
+    assert not found, "\n".join(found[:20])
+    assert launches == 6 * ROUNDS
+    assert violations > ROUNDS // 10
