@@ -6,10 +6,12 @@ wheel that is there already; otherwise pip fetches it into the user's cache fold
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 import types
 import zipfile
 from functools import lru_cache, wraps
@@ -87,12 +89,14 @@ def _wheel() -> Path:
 def _unpacked(wheel: Path) -> Path:
     """A folder with the wheel's canary, beside the wheel or in the cache."""
     target = _cache() / wheel.stem
-    done = target / ".complete"
-    if not done.is_file():
-        with zipfile.ZipFile(wheel) as archive:
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as made, zipfile.ZipFile(wheel) as archive:
             members = [name for name in archive.namelist() if name.startswith(_FOLDER)]
-            archive.extractall(target, members)
-        done.touch()
+            archive.extractall(Path(made) / "peer", members)
+            # Processes that unpack at the same time: the first one's folder stays, and is whole at any moment.
+            with contextlib.suppress(OSError):
+                (Path(made) / "peer").rename(target)
     return target / _FOLDER
 
 

@@ -29,5 +29,7 @@ def skipped_entries(device: torch.device) -> torch.Tensor:
     """
     counter = _skipped.get(device)
     if counter is None:
+        if device.type == "cuda" and device.index is None:  # another name of the current device, whose counter it is
+            return skipped_entries(torch.device("cuda", torch.cuda.current_device()))
         counter = _skipped.setdefault(device, torch.zeros(1, dtype=torch.int64, device=device))
     return counter

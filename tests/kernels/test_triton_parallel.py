@@ -45,7 +45,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 def roomy(case: Any) -> Any:
     """The case with a ring that takes every violation, so that rows compare whatever their order."""
     context = case.context
-    ring = context.violation_ring.new_full((256, 8), POISON)
+    ring = context.violation_ring.new_full((4096, 8), POISON)
     case.context = replace(context, violation_ring=ring, violation_write_index=context.violation_write_index * 0)
     return case
 
