@@ -7,6 +7,7 @@ before each launch. A module of its own, so that processes of a pool can import 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,6 +23,8 @@ from kvcanary_trace.kernels.backend import use_backend
 from kvcanary_trace.kernels.layout import CHAIN_NAMES
 
 RING_ROWS = 512
+LAYOUTS = 6
+"""Kinds of buffer and sources: each is a set of kernels to compile, so the rounds share a few."""
 CONTEXT_WORDS = ("canary_buf", "violation_write_index", "slot_run_counter", "kernel_run_counter")
 
 
@@ -57,7 +60,8 @@ class Round:
         self.chain = draw.pick(*CHAIN_NAMES)
         ring = draw.tensor(np.full((RING_ROWS, 8), POISON))
         self.context = replace(
-            random_context(draw, num_slots, self.chain),
+            random_context(Draw(seed % LAYOUTS, device), num_slots, self.chain),
+            enable_chain_position_assert=draw.tensor([draw.pick(0, 1, 1)], torch.int32),
             violation_ring=ring,
             violation_write_index=draw.tensor([draw.pick(0, 0, RING_ROWS - 3)], torch.int32),
         )
@@ -155,11 +159,18 @@ def differences(got: Any, want: Any) -> list[str]:
     return wrong
 
 
-def fuzz(first: int, last: int, device: str) -> tuple[int, int, list[str]]:
-    """Rounds of seeds [first, last): launches made, violations met, and what differed."""
+def fuzz(first: int, last: int, device: str, limit_s: float) -> tuple[int, int, int, list[str]]:
+    """Rounds of seeds [first, last), as many as `limit_s` lets begin.
+
+    Returns:
+        Rounds run, launches made in them, violations met, and what differed.
+    """
     torch.set_num_threads(1)
     launches, violations, found = 0, 0, []
+    end = time.monotonic() + limit_s
     for seed in range(first, last):
+        if time.monotonic() > end:
+            return seed - first, launches, violations, found
         with use_backend("triton"):
             got = list(Round(seed, device).steps())
         counter = 0
@@ -173,4 +184,4 @@ def fuzz(first: int, last: int, device: str) -> tuple[int, int, list[str]]:
             if isinstance(theirs, VerifyOrWriteContext):
                 counter = int(theirs.violation_write_index)
         violations += counter
-    return launches, violations, found
+    return last - first, launches, violations, found

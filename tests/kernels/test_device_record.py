@@ -63,6 +63,8 @@ def make_call(device: str, num_reqs: int, *, seed: int = 0, window: int = 0, lon
     """A batch with padding rows, negative lengths and an overflowed plan."""
     gen = torch.Generator().manual_seed(seed)
     plan = VerifyPlan.allocate(verify_capacity=100, device=device)
+    for name in VerifyPlan.__dataclass_fields__:  # what a probe or a copy reads must have been written by somebody
+        getattr(plan, name).zero_()
     plan.verify_num_valid.fill_(100 if seed % 2 else 60)
     plan.enable.fill_(seed % 2)
     reqs = torch.randint(0, 4, (num_reqs,), generator=gen)
