@@ -9,39 +9,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compare import Comparison, Move, compare
+    from .advice import Advice, Recommendation, recommend
+    from .comparison import Comparison, Move, compare
     from .coverage import Coverage
     from .dataset import Dataset, Run, load, open_dataset
-    from .explain import Explanation, explain
+    from .explanation import Explanation, explain
     from .findings import Breach, Finding, Remedy
     from .losses import Losses
-    from .recommend import Advice, Recommendation, recommend
     from .result import Analysis, analyze
-    from .what_if import Scenario, WhatIf, what_if
+    from .scenarios import Scenario, WhatIf, what_if
 
 _HOME = {
-    "Advice": "recommend",
+    "Advice": "advice",
     "Analysis": "result",
     "Breach": "findings",
-    "Comparison": "compare",
+    "Comparison": "comparison",
     "Coverage": "coverage",
     "Dataset": "dataset",
-    "Explanation": "explain",
+    "Explanation": "explanation",
     "Finding": "findings",
     "Losses": "losses",
-    "Move": "compare",
-    "Recommendation": "recommend",
+    "Move": "comparison",
+    "Recommendation": "advice",
     "Remedy": "findings",
     "Run": "dataset",
-    "Scenario": "what_if",
-    "WhatIf": "what_if",
+    "Scenario": "scenarios",
+    "WhatIf": "scenarios",
     "analyze": "result",
-    "compare": "compare",
-    "explain": "explain",
+    "compare": "comparison",
+    "explain": "explanation",
     "load": "dataset",
     "open_dataset": "dataset",
-    "recommend": "recommend",
-    "what_if": "what_if",
+    "recommend": "advice",
+    "what_if": "scenarios",
 }
 
 __all__ = [
@@ -74,7 +74,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value  # over the module of the same name, which the import has put there
+    globals()[name] = value
     return value
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from .compare import Comparison
-    from .explain import Explanation
-    from .recommend import Recommendation
-    from .what_if import WhatIf
+    from .advice import Recommendation
+    from .comparison import Comparison
+    from .explanation import Explanation
+    from .scenarios import WhatIf
 
 __all__ = ["compare", "explain", "recommend", "what_if"]
 
@@ -32,7 +32,7 @@ def explain(
 
     Exit code 0: explained; 2: nothing broke, there is no such step, or the dataset cannot be read.
     """
-    from .explain import explain as run_explain
+    from .explanation import explain as run_explain
 
     found = run_explain(directory, step, run=run, rank=rank)
     _answer(found, json_, _explained)
@@ -55,7 +55,7 @@ def what_if(
     """
     from kvcanary_trace.errors import SettingError
 
-    from .what_if import what_if as run_what_if
+    from .scenarios import what_if as run_what_if
 
     try:
         tried = [int(part.replace("_", "")) for part in values.split(",") if part.strip()]
@@ -68,7 +68,7 @@ def what_if(
     found = run_what_if(directory, capacity, tried, group=group, until=until)
     if plot is not None:
         from .plots import save
-        from .what_if_plot import draw_what_if
+        from .scenarios_plot import draw_what_if
 
         save(draw_what_if(found), plot)
     _answer(found, json_, _scenarios)
@@ -87,7 +87,7 @@ def recommend(
 
     Exit code 0: every capacity is as large as advised; 1: one is smaller; 2: could not be answered.
     """
-    from .recommend import recommend as run_recommend
+    from .advice import recommend as run_recommend
 
     found = run_recommend(directory, steps=steps, probability=probability, until=until)
     _answer(found, json_, _advice)
@@ -108,7 +108,7 @@ def compare(
 
     Exit code 0: nothing moved for the worse; 1: something did; 2: could not be compared.
     """
-    from .compare import compare as run_compare
+    from .comparison import compare as run_compare
 
     found = run_compare(before, after, before_run=before_run, after_run=after_run, alpha=alpha, min_ratio=min_change)
     _answer(found, json_, _moves)

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-from test_device_rows import Loop
+from test_device_rows import Loop  # noqa: E402
 
-import kvcanary_trace as kv_canary
+import kvcanary_trace as kv_canary  # noqa: E402
 
 
 @triton.jit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .what_if import WhatIf
+from .scenarios import WhatIf
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
