@@ -34,6 +34,7 @@ COMMANDS: Final = {
     "lint": "kvcanary_trace.analysis.lint_command",
     "export": "kvcanary_trace.analysis.export",
     "recover": "kvcanary_trace.sinks.commands",
+    "watch": "kvcanary_trace.watch",
     "run": "kvcanary_trace.run_command",
 }
 """Command → the module with a function of that name."""

@@ -60,13 +60,17 @@ class _Group:
 class DeviceRecorder:
     """One device's rows. `reader` belongs to the drain thread, the rest to the thread that launches."""
 
-    def __init__(self, device: torch.device, number: int, ring_rows: int) -> None:
+    def __init__(self, device: torch.device, number: int, ring_rows: int, words: Words | None = None) -> None:
         """Allocate; not inside a capture.
 
         Args:
             device: Where the launches run.
             number: Of the ring, for the `seq` column.
             ring_rows: Rows of 256 bytes.
+            words: [ring_rows, 32] int64 of page-aligned shared memory to keep the ring in; pinned memory when None.
+
+        Raises:
+            RuntimeError: the shared memory cannot be registered with the device.
         """
         from kvcanary_trace.kernels.triton_backend import record
 
@@ -80,7 +84,12 @@ class DeviceRecorder:
         self._cell_views = tuple(self._cells.split(1))  # type: ignore[no-untyped-call]
         self._next_cell = 0
         self._published = torch.zeros(1, dtype=torch.int64, device=device)
-        self._ring = torch.zeros(ring_rows, PROBE_WORDS, dtype=torch.int64, pin_memory=pinned)
+        if words is None:
+            self._ring = torch.zeros(ring_rows, PROBE_WORDS, dtype=torch.int64, pin_memory=pinned)
+        else:
+            self._ring = torch.from_numpy(words)
+            if pinned:
+                _register(self._ring)
         self._no_violations = torch.zeros(1, dtype=torch.int32, device=device)
         self._groups: dict[tuple[int, int], _Group] = {}
         self._violations = 0
@@ -184,6 +193,14 @@ class DeviceRecorder:
     def published(self) -> int:
         """Rows that the device has published so far, as far as the host can see without asking it."""
         return int(np.maximum(self._ring.numpy()[:, ProbeWord.SEQ_END], 0).max(initial=0))
+
+
+def _register(tensor: torch.Tensor) -> None:
+    """Let the device write to a tensor's host memory, for the rest of the process: captured graphs keep the address."""
+    portable_and_mapped = 3
+    status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, portable_and_mapped)  # type: ignore[no-untyped-call]
+    if int(status) != 0:
+        raise RuntimeError(f"cudaHostRegister of {tensor.nbytes >> 20} MiB of shared memory failed with {int(status)}")
 
 
 def is_capturing(device: torch.device) -> bool:

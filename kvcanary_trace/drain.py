@@ -124,6 +124,8 @@ class Drain:
         self.last_lost_seq: int | None = None
         self.errors = 0
         self.published = self.drained = self.overwritten = self.host_overwritten = 0  # of lanes that are gone
+        self.kept_back = False
+        """Whether a sink ended without all of its rows, so that the rings still have what it lacks."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -160,6 +162,7 @@ class Drain:
         self._session.about_to_close()
         for outlet in self.outlets:
             outlet.close()
+        self.kept_back = any(outlet.failing for outlet in self.outlets)
 
     def _take_turn(self, *, last: bool) -> None:
         with self._turn:
@@ -175,6 +178,9 @@ class Drain:
             self.errors += 1
             if self.errors == 1:
                 _log.exception("a flush failed and its rows are lost: %s", error)
+        box = self._session.black_box
+        if box is not None:
+            box.turn(safe=not any(outlet.failing for outlet in self.outlets))
         with self._turn:
             self._busy = False
             self._turns += 1

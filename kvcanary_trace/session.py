@@ -22,6 +22,7 @@ from kvcanary_trace.kernels import hooks
 from kvcanary_trace.kernels.layout import ProbeWord
 
 from . import config, names, nvtx_ranges, steps
+from .black_box import BlackBox, Half
 from .drain import Drain
 from .errors import SessionError, SettingError
 from .lane import EMPTY_HALF, GROUPS, MODES, RUNNERS, Forward, Lane
@@ -29,6 +30,7 @@ from .listener import Callback, Listener
 from .monitor import Monitor
 from .observer import Details, Observer
 from .pressure.check import Shortfall, shortfalls
+from .ring import Words
 from .runfile import Run, check_run_id, new_run_id
 from .schema import NOT_MEASURED, ErrorCode, HostWord
 from .sinks import Sink
@@ -108,6 +110,7 @@ class Session:
         run: Run,
         nvtx_domain: Any | None = None,
         on_pressure: Callback | None = None,
+        black_box: BlackBox | None = None,
     ) -> None:
         """Prepare a session; `trace()` opens it."""
         self.run = run
@@ -131,6 +134,8 @@ class Session:
         self.recorders: list[DeviceRecorder] = []
         """What publishes rows from devices; empty until something is planned on one."""
         self._no_recorder = False
+        self.black_box = black_box
+        """Shared memory that the rings live in, or None where they are this process's own."""
         self._pid = os.getpid()
         self._close_lock = threading.Lock()
         self._observer = Observer(
@@ -352,6 +357,8 @@ class Session:
         self.run.status = "failed" if error is not None else "completed"
         self.run.error = None if error is None else error if isinstance(error, str) else describe(error)
         self._drain.stop()
+        if self.black_box is not None and not self._drain.kept_back:
+            self.black_box.remove()
         if self._listener is not None:
             self._listener.stop(_CALLBACK_TIMEOUT_S)
 
@@ -368,6 +375,8 @@ class Session:
         if self._listener is not None:
             self._listener.start()
         self._drain.start()
+        if self.black_box is not None:
+            self.lane()  # its memory is made now, not in the first step
         steps.open_session = self
         hooks.observer = self._observer
 
@@ -392,7 +401,8 @@ class Session:
 
             if is_capturing(device):
                 return None  # nothing may be allocated now; the first eager forward makes it
-            made = DeviceRecorder(device, next(self._lane_numbers), self.ring_rows)
+            number = next(self._lane_numbers)
+            made = DeviceRecorder(device, number, self.ring_rows, self.ring_words("device", number))
             made.begin_step(step_number)
         except Exception as error:
             self._no_recorder = True
@@ -400,6 +410,17 @@ class Session:
             return None
         self.recorders.append(made)
         return made
+
+    def ring_words(self, half: Half, number: int) -> Words | None:
+        """Memory for a new ring: the black box's, or None for the process's own."""
+        if self.black_box is None:
+            return None
+        try:
+            return self.black_box.ring(half, number, self.ring_rows)
+        except OSError as error:
+            reason = error.strerror or error
+            _log.warning("%s ring %d is not in the black box, a crash would lose its rows: %s", half, number, reason)
+            return None
 
     def device_rings(self) -> set[int]:
         """Numbers of the rings whose rows carry a device's clock."""
@@ -412,6 +433,8 @@ class Session:
     def drop_lane(self, lane: Lane) -> None:
         """Forget a lane whose thread ended and whose rings are empty."""
         self._lanes.remove(lane)
+        if self.black_box is not None:
+            self.black_box.retire(lane.number)
 
     def wake(self) -> None:
         """Ask the drain thread to flush soon."""
@@ -477,6 +500,9 @@ class Session:
             if len(self.messages) >= _MAX_MESSAGES:
                 return int(NOT_MEASURED)
             self.messages.append(message[:_MAX_MESSAGE_CHARS])
+            if self.black_box is not None:
+                with contextlib.suppress(OSError):
+                    self.black_box.add_message(self.messages[-1])
             number = self._message_numbers[message] = len(self.messages) - 1
         return number
 
@@ -554,7 +580,9 @@ class trace:
         capacities: For the run file; dicts with `capacity`, `group`, `value` and `origin`.
         nvtx: Whether to emit NVTX ranges when a tool listens.
         device_rows: Whether CUDA devices publish their rows themselves, from inside captured graphs too. Off by
-            default: the kernels are proven on a device, the session around them only in Triton's interpreter so far.
+            default: what its launches cost the host in eager steps has not been measured.
+        black_box: Whether to keep the rings in `/dev/shm`, from where `kvcanary-trace recover` takes every published
+            row after a crash, and where `kvcanary-trace watch` reads along.
         pressure: Whether to watch capacities while rows are drained, and log changes of their severity.
         on_pressure: Called with a `Transition` for each of them, within 0.1 s, on a thread of its own.
         otel: Whether to export by OpenTelemetry; when None, where the host set a provider or `OTEL_*` an endpoint.
@@ -582,6 +610,7 @@ class trace:
         capacities: Sequence[Mapping[str, Any]] | None = None,
         nvtx: bool | None = None,
         device_rows: bool | None = None,
+        black_box: bool | None = None,
         pressure: bool | None = None,
         on_pressure: Callback | None = None,
         otel: bool | None = None,
@@ -600,6 +629,7 @@ class trace:
             "write_entry_capacity": write_entry_capacity,
             "nvtx": nvtx,
             "device_rows": device_rows,
+            "black_box": black_box,
             "pressure": pressure,
             "otel": otel,
         }
@@ -639,7 +669,11 @@ class trace:
             counters = counters_of(domain)
             if counters is not None:
                 sinks.append(counters)
-        session = Session(sinks, self._settings, run, domain, self._on_pressure)
+        black_box = None
+        if value["black_box"]:
+            folder = next((str(one.directory) for one in sinks if hasattr(one, "directory")), None)
+            black_box = BlackBox(run, value["ring_rows"], folder)
+        session = Session(sinks, self._settings, run, domain, self._on_pressure, black_box)
         if counters is not None:
             counters.device_rings = session.device_rings
         opened: list[Sink] = []
@@ -653,6 +687,8 @@ class trace:
             for sink in opened:
                 with contextlib.suppress(Exception):
                     sink.close()
+            if black_box is not None:
+                black_box.remove()
             raise
         session.host_spans = next(filter(None, (getattr(sink, "host_spans", None) for sink in sinks)), None)
         session.open()

@@ -37,7 +37,7 @@ class Recovered:
 def recover(directory: Path | str) -> list[Recovered]:
     """Seal the live tails of all processes that are dead; those of live ones are left alone.
 
-    A process of another host counts as alive: nothing here can tell.
+    A process of another host counts as alive: nothing here can tell. Black boxes are `recover_box`'s, afterwards.
 
     Returns:
         One entry per tail, in order.
@@ -64,7 +64,7 @@ def recover(directory: Path | str) -> list[Recovered]:
     for run, rank in sorted(runs):
         _clean_up(directory, run, rank)
         if (run, rank) in descriptions:
-            _end(directory, descriptions[run, rank], run, rank)
+            end_run(directory, descriptions[run, rank], run, rank)
     return outcomes
 
 
@@ -136,7 +136,7 @@ def _clean_up(directory: Path, run: str, rank: int) -> None:
         (directory / LIVE_DIR).rmdir()
 
 
-def _end(directory: Path, description: dict[str, Any], run: str, rank: int) -> None:
+def end_run(directory: Path, description: dict[str, Any], run: str, rank: int) -> None:
     """Say in the run file that the process died, and how many rows are sealed."""
     if description.get("status") == "running":
         description["status"], description["error"] = "failed", ENDED
