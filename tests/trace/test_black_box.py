@@ -60,7 +60,7 @@ def command(*arguments: object) -> tuple[int, str]:
 ENDLESS = """
     import sys
     import kvcanary_trace as kv_canary
-    with kv_canary.trace(sys.argv[1], black_box=True, ring_rows=4096, flush_interval_s=float(sys.argv[2])) as session:
+    with kv_canary.trace(sys.argv[1], black_box=True, ring_rows=65536, flush_interval_s=float(sys.argv[2])) as session:
         number = 0
         while True:
             session.record(step=number, mode="decode", bs=3, verify_demand=70, write_req_capacity=8, verify_capacity=60)
@@ -77,6 +77,8 @@ def running(directory: Path, shm: Path, flush_s: float = 0.05) -> Iterator[subpr
     try:
         assert process.stdout is not None
         for _ in range(10):
+            process.stdout.readline()
+        while flush_s < 1 and not list(directory.glob("_live/steps.*.arrows")):
             process.stdout.readline()
         yield process
     finally:
@@ -264,6 +266,7 @@ def test_a_forked_child_leaves_the_box_alone(tmp_path: Path, shm: Path) -> None:
             pid = os.fork()
             if pid == 0:
                 session.close()
+                session.black_box.remove()
                 sys.exit(0)
             assert os.waitpid(pid, 0)[1] == 0
             assert session.black_box.path.is_dir() and len(list(session.black_box.path.glob("*.ring"))) == 2
