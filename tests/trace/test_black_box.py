@@ -58,7 +58,7 @@ def command(*arguments: object) -> tuple[int, str]:
 
 
 ENDLESS = """
-    import sys
+    import sys, time
     import kvcanary_trace as kv_canary
     with kv_canary.trace(sys.argv[1], black_box=True, ring_rows=65536, flush_interval_s=float(sys.argv[2])) as session:
         number = 0
@@ -67,6 +67,7 @@ ENDLESS = """
             number += 1
             if number % 100 == 0:
                 print(number, flush=True)
+                time.sleep(0.002)  # an engine waits for its device; a loop that never waits starves the drain
 """
 
 
