@@ -57,6 +57,7 @@ class HeaderWord(IntEnum):
     RANK = 6
     CREATED_NS = 7  # Unix time
     MONOTONIC_NS = 8  # of the same moment: rows of a host carry Unix time, durations are of this clock
+    BY_DEVICE = 9  # 1 where a device publishes: it invalidates the row after each that it publishes
 
 
 class BlackBox:
@@ -101,7 +102,7 @@ class BlackBox:
         except OSError as error:
             raise SettingError(f"black_box=True cannot write to {self.path}: {error.strerror}") from None
 
-    def ring(self, half: Half, number: int, rows: int) -> Words:
+    def ring(self, half: Half, number: int, rows: int, *, by_device: bool = False) -> Words:
         """A new ring's memory: [rows, 32] int64, zero, all of it really there.
 
         Raises:
@@ -129,6 +130,7 @@ class BlackBox:
             self._run.rank,
             time.time_ns(),
             time.monotonic_ns(),
+            by_device,
         )
         header[HeaderWord.MAGIC] = MAGIC  # last: a reader that sees it sees the rest
         return words[HEADER_BYTES // 8 :].reshape(rows, ROW_WORDS)
@@ -173,6 +175,7 @@ class RingFile:
     path: Path
     half: Half
     number: int
+    by_device: bool
     words: Words  # [rows, 32] int64; changes while its process lives
 
 
@@ -249,7 +252,8 @@ def _map(path: Path) -> RingFile | None:
         )
     rows = int(words[HeaderWord.ROWS])
     body = words[HEADER_BYTES // 8 :][: rows * ROW_WORDS].reshape(rows, ROW_WORDS)
-    return RingFile(path, half, int(words[HeaderWord.NUMBER]), body)  # type: ignore[arg-type]
+    by_device = bool(words[HeaderWord.BY_DEVICE])
+    return RingFile(path, half, int(words[HeaderWord.NUMBER]), by_device, body)  # type: ignore[arg-type]
 
 
 def find_boxes(root: Path | None = None) -> list[Box]:

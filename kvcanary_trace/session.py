@@ -402,7 +402,7 @@ class Session:
             if is_capturing(device):
                 return None  # nothing may be allocated now; the first eager forward makes it
             number = next(self._lane_numbers)
-            made = DeviceRecorder(device, number, self.ring_rows, self.ring_words("device", number))
+            made = DeviceRecorder(device, number, self.ring_rows, self.ring_words("device", number, by_device=True))
             made.begin_step(step_number)
         except Exception as error:
             self._no_recorder = True
@@ -411,12 +411,12 @@ class Session:
         self.recorders.append(made)
         return made
 
-    def ring_words(self, half: Half, number: int) -> Words | None:
+    def ring_words(self, half: Half, number: int, *, by_device: bool = False) -> Words | None:
         """Memory for a new ring: the black box's, or None for the process's own."""
         if self.black_box is None:
             return None
         try:
-            return self.black_box.ring(half, number, self.ring_rows)
+            return self.black_box.ring(half, number, self.ring_rows, by_device=by_device)
         except OSError as error:
             reason = error.strerror or error
             _log.warning("%s ring %d is not in the black box, a crash would lose its rows: %s", half, number, reason)

@@ -119,9 +119,9 @@ def _all(parts: Sequence[Words]) -> Words:
 
 
 def _is_writing(ring: RingFile) -> bool:
-    """Whether the newest row carries the mark of one that is being written."""
+    """Whether the newest row carries the mark of one that is being written; a device leaves that mark at any time."""
     first = ring.words[:, 0]
-    return bool(len(first)) and int(first[np.abs(first).argmax()]) < 0
+    return not ring.by_device and int(first[np.abs(first).argmax()]) < 0
 
 
 def _fresh(joined: Joined, directory: Path, box: Box) -> np.ndarray:

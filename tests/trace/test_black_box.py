@@ -168,6 +168,54 @@ def test_a_ring_that_went_round_keeps_its_newest_rows(tmp_path: Path, shm: Path)
     assert sorted(row["step"] for row in launches.rows(tmp_path / "data")) == list(range(150, 250))
 
 
+def test_a_row_that_was_being_written_is_told(tmp_path: Path, shm: Path) -> None:
+    """It is not taken, and the ending says so."""
+    process = program(
+        """
+        import os, sys
+        import kvcanary_trace as kv_canary
+        with kv_canary.trace(sys.argv[1], black_box=True, ring_rows=64, flush_interval_s=600) as session:
+            session.record(step=1, bs=1)
+            session.record(step=2, bs=1)
+            session.lane().device.words[2, 0] = -3  # the first store of the next row
+            os.kill(os.getpid(), 9)
+        """,
+        tmp_path / "data",
+        shm=shm,
+    )
+    process.communicate()
+    code, text = command("recover", tmp_path / "data")
+    assert code == 0 and "sealed 2 of 2 rows" in text and "died while it wrote the next row" in text
+
+
+def test_a_devices_ring_recovers_too(tmp_path: Path, shm: Path) -> None:
+    """Rows that a device's kernels published, here in Triton's interpreter; their mark ahead is no torn row."""
+    pytest.importorskip("triton", reason="the device's probe is a Triton kernel")
+    process = program(
+        """
+        import os, sys
+        os.environ["TRITON_INTERPRET"] = "1"
+        sys.path[:0] = sys.argv[2:]
+        import kvcanary_trace as kv_canary
+        from test_device_rows import Loop
+        with kv_canary.trace(sys.argv[1], black_box=True, ring_rows=64, flush_interval_s=600) as session:
+            session._observer.recorded_devices = frozenset({"cpu"})
+            loop = Loop("cpu")
+            loop.run(loop.launch)
+            os.kill(os.getpid(), 9)
+        """,
+        tmp_path / "data",
+        Path(__file__).parent,
+        Path(__file__).parents[1],
+        shm=shm,
+    )
+    process.communicate()
+    code, text = command("recover", tmp_path / "data")
+    assert code == 0 and "sealed 7 of 7 rows" in text and "wrote the next row" not in text, text
+    assert [row["step"] for row in launches.rows(tmp_path / "data")] == [1000 + 7 * number for number in range(7)]
+    assert all(row["verify_demand"] is not None for row in launches.rows(tmp_path / "data"))
+
+
 def test_errors_keep_their_texts(tmp_path: Path, shm: Path) -> None:
     process = program(
         """
