@@ -139,6 +139,7 @@ def pick_box(process: str | None, boxes: list[Box]) -> Box:
 
 def watch(
     process: Annotated[str | None, typer.Argument(metavar="[PID|PATH]", help="Whose black box.")] = None,
+    pid: Annotated[int | None, typer.Option("--pid", metavar="PID", help="The same, as an option.")] = None,
     interval_s: Annotated[float, typer.Option("--interval", metavar="S", help="Seconds between looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Show the newest rows and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
@@ -151,7 +152,9 @@ def watch(
     """
     if not interval_s > 0:
         raise SettingError(f"--interval must be above 0 seconds, got {interval_s:g}")
-    box = pick_box(process, find_boxes())
+    if pid is not None and process is not None:
+        raise SettingError(f"give the process once: {process} or --pid {pid}")
+    box = pick_box(process if pid is None else str(pid), find_boxes())
     watcher = Watcher(box)
     while True:
         ended = not box.path.exists()

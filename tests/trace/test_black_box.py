@@ -345,7 +345,7 @@ def test_a_live_process_is_watched(tmp_path: Path, shm: Path) -> None:
         assert later.step > first[0].step and later.rows > 0 and later.peak_verify == 70
         code, text = command("watch", process.pid, "--once")
         assert code == 0 and "bs 3 of 8 (38%), verify 70 of 60 (117%)" in text
-        code, text = command("watch", process.pid, "--once", "--json")
+        code, text = command("watch", "--pid", process.pid, "--once", "--json")
         assert json.loads(text)["write_req_capacity"] == 8
         process.send_signal(signal.SIGKILL)
         process.wait()
