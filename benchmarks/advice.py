@@ -7,9 +7,9 @@ engine's settings give and once with none. A case counts as broken when any late
 
     python benchmarks/advice.py [--cache DIR] [--json FILE]
 
-Exit code 1 when more cases of resampled arrivals break than the target and its sampling error allow. Published arrivals
-are shown beside them without a bar: where a load changes for good, or bursts as it never did before, no first half
-tells the second.
+Exit code 1 when more steps of a workload's later part are past the advised value than the target, or when more cases of
+resampled arrivals break than the target and its sampling error allow. Cases of published arrivals are shown beside them
+without a bar: where a load changes for good, or bursts as it never did before, no first half tells the second.
 """
 
 from __future__ import annotations
@@ -59,6 +59,11 @@ def try_case(rows: Rows, capacity: str, ceiling: float | None) -> dict[str, Any]
     }
 
 
+def _rate(cases: list[dict[str, Any]]) -> float:
+    unbounded = [one for one in cases if one["ceiling"] is None]
+    return sum(one["steps_past"] for one in unbounded) / sum(one["later_steps"] for one in unbounded)
+
+
 def upper_bound(cases: int) -> float:
     """The share of broken cases that a true share of TARGET exceeds once in twenty: its normal bound."""
     return TARGET + 1.645 * math.sqrt(TARGET * (1 - TARGET) / cases)
@@ -103,6 +108,14 @@ def main() -> int:
                 f"  broken: {one['case']}, {one['capacity']}: advised {one['value']:,} from a peak of "
                 f"{one['first_peak']:,.0f}, then {one['later_peak']:,.0f}"
             )
+    print("breach rate on the later part of each workload, without ceilings: steps past the advised value / all steps")
+    for workload in sorted({one["workload"] for one in found}):
+        rates = {
+            capacity: _rate([one for one in found if (one["workload"], one["capacity"]) == (workload, capacity)])
+            for capacity in COLUMNS
+        }
+        failed |= max(rates.values()) > TARGET
+        print(f"  {workload:24} " + "  ".join(f"{capacity} {rate:8.4%}" for capacity, rate in rates.items()))
     if args.json:
         args.json.write_text(json.dumps({"target": TARGET, "cases": found}, indent=1))
     return int(failed)
