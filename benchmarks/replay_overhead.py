@@ -1,19 +1,24 @@
 """What tracing adds to a replay of a real workload: the same steps with a session and without, by turns.
 
-    python benchmarks/replay_overhead.py [--workload FILE] [--limit N] [--rounds N] [--json FILE]
+    python benchmarks/replay_overhead.py [--workload FILE] [--limit N] [--rounds N] [--everything] [--json FILE]
 
 Two engines walk through the same workload in one process, one traced and one bare, twenty steps each at a time:
 whatever the machine does to one it does to the other. The bar: the median over rounds of traced time / bare time is at
 most 1.05. Times are CPU times, with the drain thread's and those of opening and closing the session among the traced
 ones; wall times are printed beside them. Exits 1 when the bar is missed, when a traced round lost a row, or when the
 two verified differently.
+
+`--everything`: the black box, a pressure callback and OpenTelemetry too, exported over HTTP to a receiver in a process
+of its own that takes all it is given.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -79,6 +84,36 @@ class Replay:
         return batch is not None
 
 
+RECEIVER = """
+import http.server
+class Accepts(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Accepts)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+
+
+@contextmanager
+def receiver() -> Iterator[None]:
+    """An OTLP endpoint on loopback, named in the environment."""
+    process = subprocess.Popen([sys.executable, "-c", RECEIVER], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{process.stdout.readline().strip()}"
+    try:
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @contextmanager
 def unobserved() -> Iterator[None]:
     """Launches in here are as they are without a session."""
@@ -89,12 +124,13 @@ def unobserved() -> Iterator[None]:
         hooks.observer = seat
 
 
-def replay_both(load: Workload, out: Path) -> Round:
+def replay_both(load: Workload, out: Path, everything: bool) -> Round:
     """Every step of the workload through the kernels, twice: traced into `out`, and bare."""
     bare, traced = Replay(load, traced=False), Replay(load, traced=True)
     all_cpu_s, own_cpu_s = time.process_time(), time.thread_time()
     opened_s = time.thread_time()
-    with trace(out, flush_interval_s=FLUSH_S) as session, traced.canary.one_thread():
+    more_parts = {"black_box": True, "otel": True, "on_pressure": lambda change: None} if everything else {}
+    with trace(out, flush_interval_s=FLUSH_S, **more_parts) as session, traced.canary.one_thread():
         traced.cpu_s += time.thread_time() - opened_s
         more = True
         while more:
@@ -120,13 +156,14 @@ def main() -> int:
     parser.add_argument("--workload", type=Path, default=WORKLOAD)
     parser.add_argument("--limit", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--everything", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     load = shape_workload(read_workload(args.workload), limit=args.limit, time_scale=1.0, seed=None)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        replay_both(load, Path(folder) / "warm-up")
-        rounds = [replay_both(load, Path(folder) / str(number)) for number in range(args.rounds)]
+    with tempfile.TemporaryDirectory() as folder, receiver() if args.everything else nullcontext():
+        replay_both(load, Path(folder) / "warm-up", args.everything)
+        rounds = [replay_both(load, Path(folder) / str(number), args.everything) for number in range(args.rounds)]
     steps, entries = rounds[0].steps, rounds[0].entries
     print(f"{load.name}, {args.limit} requests, {steps:,} steps, {entries:,} entries, {args.rounds} rounds")
     print(f"{'':10}{'bare':>10}{'traced':>10}{'ratio':>8}")

@@ -1,7 +1,7 @@
-"""Arrow arrays straight from numpy buffers.
+"""Arrow arrays straight from numpy buffers, and back.
 
-`pa.array` imports pandas where it is installed: a second of the interpreter lock in the drain thread, and an error when
-the interpreter is already on its way out.
+`pa.array` and `pa.scalar` import pandas where it is installed: a second of the interpreter lock in the drain thread,
+and an error when the interpreter is already on its way out.
 """
 
 from __future__ import annotations
@@ -21,6 +21,21 @@ def integers(values: Ints, missing: Flags | None = None, arrow_type: pa.DataType
     arrow_type = pa.int64() if arrow_type is None else arrow_type
     data = pa.py_buffer(np.ascontiguousarray(values, dtype=np.int64))
     return pa.Array.from_buffers(arrow_type, len(values), [_validity(missing), data])
+
+
+def words(array: pa.Array, null: int) -> Ints:
+    """[n] int64 of an Arrow array of integers, times or booleans; `null` where it is null."""
+    if array.type != pa.int64():
+        array = array.cast(pa.int64())
+    count, offset = len(array), array.offset
+    if not count:
+        return np.empty(0, dtype=np.int64)
+    validity, data = array.buffers()
+    values: Ints = np.frombuffer(data, dtype=np.int64)[offset : offset + count]
+    if not array.null_count:
+        return values
+    valid = np.unpackbits(np.frombuffer(validity, dtype=np.uint8), count=offset + count, bitorder="little")[offset:]
+    return np.where(valid == 1, values, null)
 
 
 def flags(values: Flags, missing: Flags | None = None) -> pa.Array:

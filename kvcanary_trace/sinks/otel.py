@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from kvcanary_trace import names
+from kvcanary_trace.arrow import strings
 
 if TYPE_CHECKING:
     from kvcanary_trace.monitor import Seen
@@ -232,5 +233,5 @@ def with_ids(batch: pa.RecordBatch, ids: Mapping[int, tuple[str, str]]) -> pa.Re
         values = columns[name].to_pylist()
         for row, pair in ids.items():
             values[row] = pair[at]
-        columns[name] = pa.array(values, pa.string())
+        columns[name] = strings(values)
     return pa.RecordBatch.from_arrays(list(columns.values()), schema=batch.schema)

@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from kvcanary_trace.arrow import integers, words
 from kvcanary_trace.pressure.capacities import Capacity
 from kvcanary_trace.schema import NOT_MEASURED
 
@@ -30,6 +30,7 @@ class StepRows:
         self._names: dict[str, tuple[Ints, list[str]]] = {}
         self._forwards: Ints | None = None
         self._first: Ints | None = None
+        self._series: list[tuple[str, str | None, Ints]] | None = None
 
     def __len__(self) -> int:
         return int(self.batch.num_rows)
@@ -38,12 +39,7 @@ class StepRows:
         """[n] int64; booleans as 0 and 1."""
         values = self._ints.get(name)
         if values is None:
-            column = self.batch.column(name)
-            if column.type != pa.int64():
-                column = column.cast(pa.int64())
-            if column.null_count:  # the compute call costs 20 µs even where there is nothing to fill
-                column = pc.fill_null(column, NOT_MEASURED)
-            values = self._ints[name] = column.to_numpy(zero_copy_only=False)
+            values = self._ints[name] = words(self.batch.column(name), NOT_MEASURED)
         return values
 
     def names(self, name: str) -> tuple[Ints, list[str]]:
@@ -51,8 +47,7 @@ class StepRows:
         found = self._names.get(name)
         if found is None:
             encoded = self.batch.column(name).dictionary_encode()
-            codes = pc.fill_null(encoded.indices, _NONE).to_numpy(zero_copy_only=False).astype(np.int64)
-            found = self._names[name] = (codes, encoded.dictionary.to_pylist())
+            found = self._names[name] = (words(encoded.indices, _NONE), encoded.dictionary.to_pylist())
         return found
 
     def has(self, name: str) -> Flags:
@@ -76,8 +71,13 @@ class StepRows:
         assert self._first is not None
         return np.sort(self._first)
 
-    def series(self) -> Iterator[tuple[str, str | None, Ints]]:
+    def series(self) -> list[tuple[str, str | None, Ints]]:
         """(runner, group, indices of its rows) for each of the few that there are."""
+        if self._series is None:
+            self._series = list(self._find_series())
+        return self._series
+
+    def _find_series(self) -> Iterator[tuple[str, str | None, Ints]]:
         runner, runner_names = self.names("runner")
         group, group_names = self.names("group")
         key = runner * (len(group_names) + 1) + group + 1
@@ -99,7 +99,7 @@ class StepRows:
 
     def dicts(self, rows: Ints) -> list[dict[str, Any]]:
         """Some rows as dicts of Python values; `time` in ns."""
-        taken = self.batch.take(pa.array(rows))
+        taken = self.batch.take(integers(rows))
         columns = {}
         for name in taken.schema.names:
             column = taken.column(name)

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvcanary_trace import runfile
+from kvcanary_trace.arrow import flags
 from kvcanary_trace.black_box import Box, RingFile
 from kvcanary_trace.columns import STEPS_ARROW, steps_batch
 from kvcanary_trace.errors import DatasetError
@@ -98,7 +99,7 @@ def recover_box(box: Box, directory: Path) -> BoxRecovered:
     fresh = _fresh(joined, directory, box)
     sealed = int(fresh.sum())
     if sealed:
-        batch = steps_batch(joined, box.messages).filter(pa.array(fresh))
+        batch = steps_batch(joined, box.messages).filter(flags(fresh))
         _seal(batch, directory, box)
     found = _summary(box, joined, sealed, overwritten, writing)
     box.remove()
