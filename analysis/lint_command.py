@@ -38,9 +38,11 @@ def lint(
                             "severity": finding.severity,
                             "capacity": finding.capacity,
                             "reason": finding.reason,
-                            "remedy": None
-                            if finding.remedy_flag is None
-                            else {"value": finding.remedy_value, "flag": finding.remedy_flag},
+                            "remedy": {
+                                "value": finding.remedy_value,
+                                "flag": finding.remedy_flag,
+                                "advice": finding.remedy,
+                            },
                             "settings": {name: asdict(setting) for name, setting in finding.settings.items()},
                         }
                         for finding in report.findings
@@ -53,10 +55,9 @@ def lint(
         )
     else:
         for finding in report.findings:
-            remedy = (
-                "no flag moves it" if finding.remedy_flag is None else f"{finding.remedy_flag} {finding.remedy_value}"
-            )
-            typer.echo(f"{finding.severity:9} {finding.rule}: {finding.reason} ({remedy})")
+            typer.echo(f"{finding.severity:9} {finding.rule}: {finding.reason}")
+            typer.echo(f"{'':9} remedy: {finding.remedy}")
+            typer.echo(f"{'':9} as it is: " + "; ".join(f"{name} {one}" for name, one in finding.settings.items()))
         if not report.findings:
             typer.echo(f"nothing found by {len(rules.RULES) - len(report.unchecked)} rules")
         if report.unchecked:
