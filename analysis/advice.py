@@ -35,7 +35,8 @@ _TAIL: Final = 0.25  # share of the blocks that is the tail
 _MIN_TAIL: Final = 6
 _MAX_SHAPE: Final = 0.3  # heavier tails than that come from too few blocks, not from serving
 _FEW_BLOCKS_MARGIN: Final = 1.5
-_ADVISED: Final = ("write_req", "write_entry", "verify")
+_ADVISED: Final = ("write_req", "write_entry", "verify", "kv_pool")
+_FULL: Final = 0.98  # of a pool: past that, what it holds is no longer what is wanted of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,12 @@ class Advice:
 
     Attributes:
         capacity, group: Whose.
-        value: What to set; None where demand was never above 0.
+        value: What to set.
         current: What it is.
+        ceiling: The most that the engine's settings allow, which no load can break; None where they do not say.
         flag: The engine's flag that sets it, or None where the engine derives it.
         peak_demand: Highest recorded.
-        basis: How the value was found: bounded, tail, or few-blocks.
+        basis: How the value was found: bounded, tail, few-blocks, or clamped: the pool was full, so more was wanted.
         memory_bytes, current_memory_bytes: Of its buffers, None where it has none.
         reason: One sentence.
     """
@@ -57,6 +59,7 @@ class Advice:
     group: str | None
     value: int
     current: int
+    ceiling: int | None
     flag: str | None
     peak_demand: int
     basis: str
@@ -83,8 +86,14 @@ class Recommendation:
         return flags
 
     def to_json(self) -> dict[str, Any]:
-        """Every number."""
-        return {"schema": SCHEMA_VERSION, **asdict(self), "flags": self.flags}
+        """Every number, under the names of the command line's contract."""
+        return {
+            "schema": SCHEMA_VERSION,
+            "steps": self.steps,
+            "probability": self.probability,
+            "capacities": [asdict(one) for one in self.advice],
+            "flags": self.flags,
+        }
 
 
 def recommend(
@@ -114,9 +123,11 @@ def recommend(
         for one in CAPACITIES:
             if one.id not in _ADVISED:
                 continue
+            # The pool is the engine's: its rows of each group tell the same.
+            grouping = '"group"' if one.grouped else 'NULL::VARCHAR AS "group"'
             found = fetch(
                 connection,
-                f'SELECT run, rank, runner, "group", step // {BLOCK_STEPS} AS block, max("{one.demand}") AS demand, '
+                f'SELECT run, rank, runner, {grouping}, step // {BLOCK_STEPS} AS block, max("{one.demand}") AS demand, '
                 f'arg_max("{one.limit}", step) AS current FROM steps {where} '
                 f'GROUP BY ALL HAVING max("{one.demand}") IS NOT NULL AND max("{one.limit}") IS NOT NULL '
                 'ORDER BY run, rank, runner, "group", block',
@@ -128,6 +139,8 @@ def recommend(
                 current = int(found["current"][mine][-1])
                 ceiling = bounds.ceiling(one.id)
                 value, basis = advised_value(peaks, steps / BLOCK_STEPS, probability, ceiling, one.granule)
+                if one.id == "kv_pool" and peaks.max() >= _FULL * current:
+                    basis = "clamped"
                 memory = MEMORY_BYTES.get(one.id)
                 advice.append(
                     Advice(
@@ -135,6 +148,7 @@ def recommend(
                         group=group,
                         value=value,
                         current=current,
+                        ceiling=None if ceiling is None else math.ceil(ceiling),
                         flag=one.flag if one.direction == "raise" else None,
                         peak_demand=int(peaks.max()),
                         basis=basis,
@@ -201,6 +215,12 @@ def _reason(basis: str, value: int, current: int, peak: int, blocks: int, ceilin
     change = "as it is" if value == current else f"{value / current - 1:+.0%}"
     if basis == "bounded" and ceiling is not None:
         return f"{change}: the engine's settings allow {int(ceiling):,} at most, so no load can break it"
+    if basis == "clamped":
+        return (
+            f"{change}, at least: the pool was full, and what waited for it is not in what it held; record a larger one"
+        )
+    certain = "" if ceiling is None else f"; {int(ceiling):,}, the most that the settings allow, holds for any load"
     if basis == "few-blocks":
-        return f"{change}: {_FEW_BLOCKS_MARGIN:g} times the highest demand, {peak:,}, of only {blocks} blocks of steps"
-    return f"{change}: from the tail of {blocks:,} blocks of {BLOCK_STEPS} steps, the highest {peak:,}"
+        few = f"{_FEW_BLOCKS_MARGIN:g} times the highest demand, {peak:,}, of only {blocks} blocks of steps"
+        return f"{change}: {few}{certain}"
+    return f"{change}: from the tail of {blocks:,} blocks of {BLOCK_STEPS} steps, the highest {peak:,}{certain}"

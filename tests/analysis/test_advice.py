@@ -114,12 +114,31 @@ def test_few_rows_are_said_to_be_few(tmp_path: Path) -> None:
     assert one.basis == "few-blocks" and one.value == 15_360 and "only 1 blocks" in one.reason
 
 
+def test_a_pool_that_was_full_hides_what_was_wanted(tmp_path: Path) -> None:
+    """One value for the engine, not one a group; a full pool's advice is said to be the least."""
+    used = np.tile([4_000, 5_000], 3000)
+    roomy = dataset(tmp_path / "a", steps_table(6000, kv_used=used, kv_capacity=20_000))
+    (one,) = [one for one in recommend(roomy).advice if one.capacity == "kv_pool"]
+    assert (one.group, one.basis, one.flag) == (None, "tail", "--max-total-tokens") and 5_000 <= one.value < 20_000
+    full = dataset(tmp_path / "b", steps_table(6000, kv_used=used, kv_capacity=5_000))
+    (one,) = [one for one in recommend(full).advice if one.capacity == "kv_pool"]
+    assert one.basis == "clamped" and "at least" in one.reason
+
+
+def test_what_holds_for_any_load_is_told(tmp_path: Path) -> None:
+    """Where the advice is below what the settings allow, the sentence has the value that nothing can break."""
+    root = dataset(tmp_path, steps_table(6000, bs=np.tile([8, 30], 3000)), engine={"max_running_requests": 512})
+    (one,) = [one for one in recommend(root).advice if one.capacity == "write_req"]
+    assert one.basis == "tail" and one.value < 512 and one.ceiling == 512
+    assert one.reason.endswith("512, the most that the settings allow, holds for any load")
+
+
 def test_recommend_says_what_is_too_small(tmp_path: Path) -> None:
     """Exit code 1 where a capacity is smaller than advised, 0 where none is, 2 for impossible targets."""
     small = dataset(tmp_path / "a", steps_table(100, verify_demand=10_000, verify_capacity=9_000))
     large = dataset(tmp_path / "b", steps_table(100))
     code, text = command("recommend", small, "--json")
-    assert code == 1 and json.loads(text)["advice"][-1]["current"] == 9_000
+    assert code == 1 and json.loads(text)["capacities"][-1]["current"] == 9_000
     code, text = command("recommend", large)
     assert code == 0 and "breach probability of each at most 0.01" in text
     with pytest.raises(SettingError, match="between 0 and 1, got 2"):
