@@ -9,9 +9,9 @@ Sixteen cases are then replayed again with what `recommend` advised, and their o
 
     python benchmarks/advice.py [--cache DIR] [--json FILE] [--no-replays]
 
-Exit code 1 when a bar is missed: more cases of a group break than the target and its sampling error allow; more steps of
-a workload's later part are past the advised value than the target; or a replay tells otherwise than rows laid over. Where
-a load changes for good, or bursts as it never did before, no first half tells the second: see docs/advice.md.
+Exit code 1 when a bar is missed: more cases of a group break than the target and its sampling error allow; more steps
+of a workload's later part are past the advised value than the target; or a replay tells otherwise than rows laid over.
+Where a load bursts as it never did before, no first half tells the second: docs/advice.md has what is missed and why.
 """
 
 from __future__ import annotations

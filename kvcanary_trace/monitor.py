@@ -2,7 +2,7 @@
 
 info → warning from 0.8 of the limit → critical when a breach within 500 steps is likely → breached past the limit. A
 severity falls back only when load or probability is clearly below what raised it, so that a load that hovers is one
-transition.
+transition; critical and breached stand for 500 steps, so that prefills between decode steps are none.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Transition:
         before, after: Severities.
         demand, limit: Of that row, in the capacity's unit.
         probability: Of a breach within 500 steps; None where nothing is calibrated for the capacity.
+        expected: What running work, and the part of queued work that usually joins it, adds up to, in the capacity's
+            unit; None likewise.
     """
 
     row: int
@@ -74,6 +76,7 @@ class Transition:
     demand: int
     limit: int
     probability: float | None = None
+    expected: int | None = None
 
     @property
     def utilization(self) -> float:
@@ -89,9 +92,11 @@ class Transition:
         where = f" of group {self.group}" if self.group is not None else ""
         known = self.probability is not None and self.after != "breached"
         likely = "" if not known else f", breach within 500 steps {self.probability:.0%} likely"
+        more = self.expected is not None and self.expected > self.demand and self.after != "breached"
+        work = f", {self.expected} with all that runs and waits" if more else ""
         return (
             f"{self.capacity.id}{where} is {self.after}, was {self.before}: {self.demand} of {self.limit} "
-            f"({self.utilization:.0%}){likely}; past the limit, {self.capacity.consequence}"
+            f"({self.utilization:.0%}){work}{likely}; past the limit, {self.capacity.consequence}"
         )
 
 
@@ -116,7 +121,7 @@ class Monitor:
         """
         self._bounds = Bounds.of(dict(engine or {}))
         self._listener = listener
-        self._levels: dict[Key, tuple[int, int]] = {}  # place on the ladder, and the step of the last transition
+        self._levels: dict[Key, tuple[int, int]] = {}  # place on the ladder, and the step from which it has to stand
         self._estimators: dict[Key, tuple[WorkRows, Horizon]] = {}
         self.limits: dict[str, int] = {}
         """Capacity → the least limit of the latest rows; read by other threads."""
@@ -153,7 +158,7 @@ class Monitor:
         limits[capacity.id] = min(int(limit[-1]), limits.get(capacity.id, int(limit[-1])))
         key = (capacity.id, runner, group)
         utilization = demand / limit
-        likely = self._likely(key, seen.rows, at, demand, limit)
+        likely, expected = self._likely(key, seen.rows, at, demand, limit)
         critical = RETRACTION_PROBABILITY if capacity.id == "kv_pool" else ALARM_PROBABILITY
         # Exactly full is not past the limit.
         up = _levels(utilization, likely, 1.0, critical)
@@ -164,10 +169,14 @@ class Monitor:
         steps = seen.rows.ints("step")[at]
         level, since = self._levels.get(key, (0, 0))
         begin = 0
+        past = np.maximum.accumulate(np.where(up == _BREACHED, np.arange(len(at)), -1))
         while len(seen.transitions) < _MAX_TRANSITIONS_PER_FLUSH:
             falls = down[begin:] < level
             if level == _CRITICAL:  # "within 500 steps" was said: it stands until it came true or did not
                 falls &= np.abs(steps[begin:] - since) >= HORIZON_STEPS
+            elif level > _BREACHED:  # the prefills between two decode steps past the limit are no relief
+                latest = np.where(past[begin:] >= 0, steps[past[begin:]], since)
+                falls &= np.abs(steps[begin:] - latest) >= HORIZON_STEPS
             moved = np.flatnonzero((up[begin:] > level) | falls)
             if not len(moved):
                 break
@@ -186,17 +195,19 @@ class Monitor:
                     demand=int(demand[begin]),
                     limit=int(limit[begin]),
                     probability=float(likely[begin]) if capacity.id in CALIBRATED else None,
+                    expected=round(float(expected[begin])) if capacity.id in CALIBRATED else None,
                 )
             )
             level = new
+        if level == _BREACHED and past[-1] >= 0:
+            since = int(steps[past[-1]])
         self._levels[key] = (level, since)
 
-    def _likely(self, key: Key, rows: StepRows, at: Ints, demand: Ints, limit: Ints) -> Floats:
-        """[n] probability of a breach within the horizon; 0 where it is bounded or not calibrated."""
+    def _likely(self, key: Key, rows: StepRows, at: Ints, demand: Ints, limit: Ints) -> tuple[Floats, Floats]:
+        """[n] probability of a breach within the horizon, 0 where bounded or not calibrated; [n] expected work."""
         name = key[0]
-        likely = np.zeros(len(at))
         if name not in CALIBRATED:
-            return likely
+            return np.zeros(len(at)), np.zeros(len(at))
         work, horizon = self._estimators.setdefault(key, (WorkRows(name), Horizon(name)))
         fed = _fed(rows.ints("step")[at], demand)
         states = np.empty((3, len(fed)))
@@ -220,14 +231,15 @@ class Monitor:
             horizon.update(step, value, running, queued)
             states[0, i], states[1, i], states[2, i] = horizon.expected, horizon.rise, horizon.recent_high
         # Rows that were not fed are as the one before.
-        last = np.searchsorted(fed, np.arange(len(at)), side="right") - 1
-        likely = probability(states[0], states[1], states[2], limit[fed].astype(np.float64))[np.maximum(last, 0)]
+        last = np.maximum(np.searchsorted(fed, np.arange(len(at)), side="right") - 1, 0)
+        likely = probability(states[0], states[1], states[2], limit[fed].astype(np.float64))[last]
         ceiling = self._bounds.ceiling(name)
-        return likely if ceiling is None else np.where(ceiling <= limit, 0.0, likely)
+        return likely if ceiling is None else np.where(ceiling <= limit, 0.0, likely), states[0][last]
 
 
 _COLUMNS: Final = ("write_entries", "resident_reqs", "resident_tokens", "waiting_reqs", "waiting_tokens")
 _CRITICAL: Final = LADDER.index("critical")
+_BREACHED: Final = LADDER.index("breached")
 
 
 def _levels(utilization: Floats, likely: Floats, factor: float, critical: float) -> Ints:

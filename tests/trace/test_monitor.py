@@ -67,6 +67,22 @@ def test_a_load_that_hovers_is_one_transition(tmp_path: Path) -> None:
     assert [(one.step, one.after) for one in told] == [(1, "warning"), (300, "info")]
 
 
+@pytest.mark.parametrize("flush_every", [1000, 1], ids=["at once", "row by row"])
+def test_a_prefill_between_decode_steps_is_no_relief(tmp_path: Path, flush_every: int) -> None:
+    """Past the limit in every other row: breached once, and until 500 steps after the last, however rows arrive."""
+    told: list[Transition] = []
+    with kv_canary.trace(tmp_path, on_pressure=told.append) as session:
+        for step in range(100):
+            session.record(step=step, verify_demand=0 if step % 2 else 1200, verify_capacity=LIMIT)
+            if step % flush_every == 0:
+                assert session.flush(10)
+        for step in range(100, 1200):
+            session.record(step=step, verify_demand=0, resident_tokens=0, waiting_tokens=0, verify_capacity=LIMIT)
+    assert [(one.step, one.after) for one in told][:1] == [(0, "breached")]
+    falls = [one for one in told if one.before == "breached"]
+    assert len(falls) == 1 and falls[0].step == 98 + 500
+
+
 def test_what_settings_rule_out_is_no_forecast(tmp_path: Path) -> None:
     """With fewer running requests than the plan holds, no queue can break it."""
     loads = [{"bs": 8, "resident_reqs": 8, "waiting_reqs": 500, "write_req_capacity": 16}] * 600
@@ -103,7 +119,7 @@ def test_a_callback_that_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture
         calls.append(change)
         raise RuntimeError("boom")
 
-    loads = [{"verify_demand": demand} for demand in (10, 1200, 10, 1200)]
+    loads = [{"verify_demand": demand} for demand in (10, 1200, *[10] * 1100, 1200)]
     _, session = feed(tmp_path, loads, on_pressure=broken)
     assert session.stats.callback_errors == len(calls) > 1 and session.stats.complete
     assert len([one for one in caplog.records if "callback failed" in one.getMessage()]) == 1
@@ -192,3 +208,22 @@ def test_many_rows_at_once_cost_little(tmp_path: Path, monkeypatch: pytest.Monke
         for step in range(10_000):
             session.record(step=step, verify_demand=1001 if step == 7777 else 10, verify_capacity=LIMIT)
     assert max(fed) <= 401 and [one.step for one in told if one.after == "breached"] == [7777]
+
+
+def test_a_transition_says_what_work_it_saw(tmp_path: Path) -> None:
+    """A small batch beside a long queue: the message has the work that makes it critical."""
+    seen: list[Transition] = []
+    with kv_canary.trace(tmp_path, on_pressure=seen.append) as session:
+        for number in range(40):
+            session.record(
+                step=number,
+                mode="decode",
+                bs=2,
+                write_req_capacity=64,
+                resident_reqs=2,
+                waiting_reqs=70 * (number > 20),
+            )
+            session.flush()
+    change = next(one for one in seen if one.capacity.id == "write_req" and one.after == "critical")
+    assert change.expected is not None and change.expected > change.demand == 2
+    assert f"2 of 64 (3%), {change.expected} with all that runs and waits, breach within 500 steps" in str(change)
