@@ -174,7 +174,7 @@ class Monitor:
             falls = down[begin:] < level
             if level == _CRITICAL:  # "within 500 steps" was said: it stands until it came true or did not
                 falls &= np.abs(steps[begin:] - since) >= HORIZON_STEPS
-            elif level > _BREACHED:  # the prefills between two decode steps past the limit are no relief
+            elif level == _BREACHED:  # the prefills between two decode steps past the limit are no relief
                 latest = np.where(past[begin:] >= 0, steps[past[begin:]], since)
                 falls &= np.abs(steps[begin:] - latest) >= HORIZON_STEPS
             moved = np.flatnonzero((up[begin:] > level) | falls)
