@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -33,6 +34,9 @@ _log: Final = logging.getLogger(names.LOGGER)
 
 RING_NUMBER_BIT: Final = 40
 """The `seq` column has the ring's number from this bit on, so that numbers of several threads stay apart."""
+
+_CORE_SHARE: Final = 0.05
+"""Of a core, that frequent turns may take: the interpreter lock is the engine's first."""
 
 _BACKLOG_ROWS: Final = 262_144
 _BACKLOG_BATCHES: Final = 1024
@@ -108,10 +112,20 @@ def _num_rows(backlog: Iterable[Batches]) -> int:
 class Drain:
     """The thread and its state. `start`, `wake`, `flush` and `stop` belong to other threads, the rest to its own."""
 
-    def __init__(self, session: Session, sinks: Sequence[Sink], wait_s: float) -> None:
+    def __init__(self, session: Session, sinks: Sequence[Sink], wait_s: float, longest_wait_s: float) -> None:
+        """Prepare the thread.
+
+        Args:
+            session: Whose rings.
+            sinks: Where rows go; all open.
+            wait_s: Seconds between turns, as long as turns take little of a core.
+            longest_wait_s: The most that they are put off for that.
+        """
         self._session = session
         self.outlets = [_Outlet(sink) for sink in sinks]
         self._wait_s = wait_s
+        self._longest_wait_s = longest_wait_s
+        self._turn_cpu_s = 0.0
         self._wake = threading.Event()
         self._turn = threading.Condition()
         self._turns = 0
@@ -155,9 +169,11 @@ class Drain:
     def _run(self) -> None:
         while not self._stopping:
             if self._asked <= self._turns:
-                self._wake.wait(self._wait_s)
+                self._wake.wait(min(self._longest_wait_s, max(self._wait_s, self._turn_cpu_s / _CORE_SHARE)))
             self._wake.clear()
+            begin_s = time.thread_time()
             self._take_turn(last=False)
+            self._turn_cpu_s = time.thread_time() - begin_s
         self._take_turn(last=True)
         self._session.about_to_close()
         for outlet in self.outlets:

@@ -148,7 +148,7 @@ class Session:
             self.monitor = Monitor(run.engine, self._listener)
         # Half an interval: a row is on disk before it is a whole interval old.
         wait_s = settings["flush_interval_s"].value / 2
-        self._drain = Drain(self, sinks, wait_s if on_pressure is None else min(wait_s, _PRESSURE_WAIT_S))
+        self._drain = Drain(self, sinks, wait_s if on_pressure is None else min(wait_s, _PRESSURE_WAIT_S), wait_s)
         run.counters = self._counters
 
     # --- what users call --------------------------------------------------------------------------------------------
@@ -584,7 +584,8 @@ class trace:
         black_box: Whether to keep the rings in `/dev/shm`, from where `kvcanary-trace recover` takes every published
             row after a crash, and where `kvcanary-trace watch` reads along.
         pressure: Whether to watch capacities while rows are drained, and log changes of their severity.
-        on_pressure: Called with a `Transition` for each of them, within 0.1 s, on a thread of its own.
+        on_pressure: Called with a `Transition` for each of them, on a thread of its own, within 0.1 s, or later by as
+            much as keeps the drain thread below a twentieth of a core.
         otel: Whether to export by OpenTelemetry; when None, where the host set a provider or `OTEL_*` an endpoint.
         device: What the engine runs on, for the run file.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -227,3 +228,30 @@ def test_a_transition_says_what_work_it_saw(tmp_path: Path) -> None:
     change = next(one for one in seen if one.capacity.id == "write_req" and one.after == "critical")
     assert change.expected is not None and change.expected > change.demand == 2
     assert f"2 of 64 (3%), {change.expected} with all that runs and waits, breach within 500 steps" in str(change)
+
+
+class Busy:
+    """A sink that burns 20 ms of a core for every turn."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    def open(self, run: Any) -> None:
+        pass
+
+    def write(self, batches: Any) -> None:
+        self.turns += 1
+        end = time.thread_time() + 0.02
+        while time.thread_time() < end:
+            pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_frequent_turns_leave_the_core_to_the_engine() -> None:
+    """Turns that are dear come seldom: at most a twentieth of the time, not ten a second."""
+    busy = Busy()
+    with kv_canary.trace(busy, on_pressure=lambda change: None, flush_interval_s=30):
+        time.sleep(2.05)
+        assert 2 <= busy.turns <= 7
