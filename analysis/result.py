@@ -195,7 +195,7 @@ def _capacity_json(series: Series, one: CapacitySeries, runs: Sequence[Run]) -> 
         "group": group,
         "rank": key.rank,
         "limit": one.last_limit,
-        "origin": _origin(runs, key, one.capacity.id, group),
+        "origin": _origin(runs, key, one.capacity.id, group, one.last_limit),
         "peak": one.peak_demand,
         "peak_utilization": one.peak_utilization,
         "p99_utilization": one.p99_utilization,
@@ -207,11 +207,22 @@ def _capacity_json(series: Series, one: CapacitySeries, runs: Sequence[Run]) -> 
     }
 
 
-def _origin(runs: Sequence[Run], key: Key, capacity: str, group: str | None) -> str | None:
-    """Where a limit comes from, as the run file tells: argument, environment, default or derived."""
+def _origin(runs: Sequence[Run], key: Key, capacity: str, group: str | None, limit: int) -> str | None:
+    """Where a limit comes from, as the run file tells: argument, environment, default or derived.
+
+    A value that the rows do not have is not theirs: the engine overwrote it, and the answer has both.
+    """
     for run in runs:
-        if (run.run, run.rank) == (key.run, key.rank):
-            for one in run.capacities:
-                if one.get("capacity") == capacity and one.get("group") in (None, group):
-                    return str(one["origin"]) if one.get("origin") is not None else None
+        if (run.run, run.rank) != (key.run, key.rank):
+            continue
+        for one in run.capacities:
+            if (
+                one.get("capacity") == capacity
+                and one.get("group") in (None, group)
+                and one.get("runner") in (None, key.runner)
+            ):
+                origin, value = one.get("origin"), one.get("value")
+                if value is not None and value != limit:
+                    return f"engine, instead of {origin or 'unknown'} {value}"
+                return None if origin is None else str(origin)
     return None
