@@ -35,9 +35,12 @@ if TYPE_CHECKING:
     from .kernels.plan import launch_canary_plan_kernels, launch_plan_entries_kernel, launch_plan_offsets_kernel
     from .kernels.verify import launch_canary_verify_kernel
     from .kernels.write import launch_canary_write_kernel
-    from .session import Session, TraceStats, step, trace
+    from .opening import trace
+    from .session import Session
     from .sinks import Sink
     from .sinks.parquet import ParquetSink
+    from .stats import TraceStats
+    from .steps import step
     from .traced import traced
 
 __version__ = "0.1.0"
@@ -50,7 +53,7 @@ _HOME = {
     "RealKvSource": ".kernels.buffers",
     "Session": ".session",
     "Sink": ".sinks",
-    "TraceStats": ".session",
+    "TraceStats": ".stats",
     "VerifyOrWriteContext": ".kernels.buffers",
     "VerifyPlan": ".kernels.buffers",
     "WritePlan": ".kernels.buffers",
@@ -62,8 +65,8 @@ _HOME = {
     "launch_plan_offsets_kernel": ".kernels.plan",
     "lint": ".analysis.lint",
     "plan_chunks": ".kernels.chunks",
-    "step": ".session",
-    "trace": ".session",
+    "step": ".steps",
+    "trace": ".opening",
     "traced": ".traced",
     "uninstrument": ".integrations.sglang",
 }

@@ -1,40 +1,36 @@
-"""`trace()`: opens the one session of this process, with its rings, its drain thread and its sinks."""
+"""The open session: its rings, its drain thread, and what users and the other parts call on it."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
-import inspect
 import itertools
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvcanary_trace.kernels import hooks
 from kvcanary_trace.kernels.layout import ProbeWord
 
-from . import config, names, nvtx_ranges, steps
+from . import config, names, steps
 from .black_box import BlackBox, Half
 from .drain import Drain
-from .errors import SessionError, SettingError
+from .errors import SessionError
 from .lane import EMPTY_HALF, GROUPS, MODES, RUNNERS, Forward, Lane
 from .listener import Callback, Listener
 from .monitor import Monitor
 from .observer import Details, Observer
 from .pressure.check import Shortfall, shortfalls
 from .ring import Words
-from .runfile import Run, check_run_id, new_run_id
+from .runfile import Run
 from .schema import NOT_MEASURED, ErrorCode, HostWord
 from .sinks import Sink
-from .steps import known, step
+from .stats import TraceStats
+from .steps import known
 
 if TYPE_CHECKING:
     import torch
@@ -42,62 +38,14 @@ if TYPE_CHECKING:
     from .device_rows import DeviceRecorder
     from .sinks.otel_host import HostSpans
 
-__all__ = ["Session", "TraceStats", "step", "trace"]
+__all__ = ["Session", "describe", "error_number"]
 
 _log: Final = logging.getLogger(names.LOGGER)
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
 _MAX_MESSAGES: Final = 4096
 _MAX_COUNTED_STEP: Final = 1 << 62
 """A step number from here on is recorded, but counting on from it would leave int64."""
 _MAX_MESSAGE_CHARS: Final = 1000
 _CODES: Final = {member.code: number for number, member in enumerate(ErrorCode)}
-
-
-@dataclass(frozen=True, slots=True)
-class TraceStats:
-    """What a session recorded and what it lost. published = drained + ring_overwritten + pending, always."""
-
-    run: str
-    steps: int
-    """Rows of table steps given to the sinks."""
-    violations: int
-    requests: int
-    last_step: int | None
-    published: int
-    """Probe rows put into the rings."""
-    drained: int
-    pending: int
-    ring_overwritten: int
-    host_ring_overwritten: int
-    rows_dropped: int
-    """Rows that a failing sink did not take in time, and details that did not fit."""
-    violations_lost: int
-    """Violations without detail: their ring was full."""
-    violations_lost_from: int | None
-    """Step from which on violations are without detail."""
-    halves_unmatched: int
-    sink_errors: int
-    observer_errors: int
-    last_lost_seq: int | None
-    callback_errors: int = 0
-    """Calls of `on_pressure` that raised."""
-    callbacks_dropped: int = 0
-    """Transitions that `on_pressure` was not told of, because it blocked."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing was lost."""
-        return not any(
-            (
-                self.ring_overwritten,
-                self.host_ring_overwritten,
-                self.rows_dropped,
-                self.violations_lost,
-                self.halves_unmatched,
-                self.observer_errors,
-            )
-        )
 
 
 class Session:
@@ -559,191 +507,6 @@ _FIRST_HOST_FACT: Final = int(HostWord.GRAPH_REPLAY)
 _HOST_FACTS: Final = [word for word in HostWord if HostWord.GRAPH_REPLAY <= word <= HostWord.WAITING_TOKENS]
 _MODE: Final = int(HostWord.MODE)
 assert len(_FACTS) == 20 and len(_HOST_FACTS) == 9  # the order of the two tuples in record()
-
-
-class trace:
-    """Record what the canary does at every step, as a context manager that yields the `Session`, or as a decorator.
-
-    Arguments that are None come from `KVCANARY_TRACE_*`, else from the default. One session is open at a time.
-
-    Args:
-        path_or_sink: Directory of the dataset, a `Sink`, or several of both; `KVCANARY_TRACE_DIR`, then `traces`.
-        run: The run's id; a fresh one when None. A run that exists is never mixed or overwritten.
-        rank: This process's rank; `KVCANARY_TRACE_RANK`, then `RANK`, then 0.
-        flush_interval_s: Seconds after which a row is on disk at the latest.
-        part_rows: Rows after which a part is sealed.
-        part_seconds: Seconds after which a part is sealed.
-        ring_rows: Rows that each ring keeps, 256 bytes each.
-        detail: "requests" records each request of each step in a table of its own.
-        write_entry_capacity: Tokens that the engine's buffers hold, for the rows' column.
-        engine: Engine arguments, for the run file.
-        capacities: For the run file; dicts with `capacity`, `group`, `value` and `origin`.
-        nvtx: Whether to emit NVTX ranges when a tool listens.
-        device_rows: Whether CUDA devices publish their rows themselves, from inside captured graphs too. Off by
-            default: what its launches cost the host in eager steps has not been measured.
-        black_box: Whether to keep the rings in `/dev/shm`, from where `kvcanary-trace recover` takes every published
-            row after a crash, and where `kvcanary-trace watch` reads along.
-        pressure: Whether to watch capacities while rows are drained, and log changes of their severity.
-        on_pressure: Called with a `Transition` for each of them, on a thread of its own, within 0.1 s, or later by as
-            much as keeps the drain thread below a twentieth of a core.
-        otel: Whether to export by OpenTelemetry; when None, where the host set a provider or `OTEL_*` an endpoint.
-        device: What the engine runs on, for the run file.
-
-    Raises:
-        SettingError: a setting is unknown, malformed or impossible.
-        SessionError: on entering, when a session is already open.
-        DatasetError: on entering, when the directory cannot be written or already has the run.
-    """
-
-    def __init__(
-        self,
-        path_or_sink: str | os.PathLike[str] | Sink | Sequence[str | os.PathLike[str] | Sink] | None = None,
-        *,
-        run: str | None = None,
-        rank: int | None = None,
-        flush_interval_s: float | None = None,
-        part_rows: int | None = None,
-        part_seconds: float | None = None,
-        ring_rows: int | None = None,
-        detail: Literal["requests"] | None = None,
-        write_entry_capacity: int | None = None,
-        engine: Mapping[str, Any] | None = None,
-        capacities: Sequence[Mapping[str, Any]] | None = None,
-        nvtx: bool | None = None,
-        device_rows: bool | None = None,
-        black_box: bool | None = None,
-        pressure: bool | None = None,
-        on_pressure: Callback | None = None,
-        otel: bool | None = None,
-        device: str = "cpu",
-    ) -> None:
-        self._path_or_sink = path_or_sink
-        arguments = {
-            "dir": os.fspath(path_or_sink) if isinstance(path_or_sink, (str, os.PathLike)) else None,
-            "run": run,
-            "rank": rank,
-            "flush_interval_s": flush_interval_s,
-            "part_rows": part_rows,
-            "part_seconds": part_seconds,
-            "ring_rows": ring_rows,
-            "detail": detail,
-            "write_entry_capacity": write_entry_capacity,
-            "nvtx": nvtx,
-            "device_rows": device_rows,
-            "black_box": black_box,
-            "pressure": pressure,
-            "otel": otel,
-        }
-        self._on_pressure = on_pressure
-        self._settings = config.resolve(arguments)
-        if (asked := self._settings["run"].value) is not None:
-            check_run_id(asked)
-        self._engine = dict(engine or {})
-        self._capacities = [dict(capacity) for capacity in capacities or ()]
-        self._device = device
-        self._session: Session | None = None
-
-    def __enter__(self) -> Session:
-        if steps.open_session is not None and steps.open_session.automatic:
-            steps.open_session.close()
-        if steps.open_session is not None:
-            raise SessionError(
-                f"a session is already open (run {steps.open_session.run_id}); sessions do not nest: close it first, "
-                "or give its trace() several sinks"
-            )
-        value = {name: effective.value for name, effective in self._settings.items()}
-        run = Run(
-            run=value["run"] or new_run_id(),
-            rank=value["rank"],
-            world_size=max(value["world_size"], value["rank"] + 1),
-            device=self._device,
-            engine=self._engine,
-            capacities=self._capacities,
-            settings={name: {"value": e.value, "origin": e.origin} for name, e in self._settings.items()},
-        )
-        sinks = list(self._sinks(value))
-        domain = nvtx_ranges.open_domain(value["nvtx"])
-        counters = None
-        if domain is not None:
-            from .sinks.nvtx_counters import counters_of
-
-            counters = counters_of(domain)
-            if counters is not None:
-                sinks.append(counters)
-        black_box = None
-        if value["black_box"]:
-            folder = next((str(one.directory) for one in sinks if hasattr(one, "directory")), None)
-            black_box = BlackBox(run, value["ring_rows"], folder)
-        session = Session(sinks, self._settings, run, domain, self._on_pressure, black_box)
-        if counters is not None:
-            counters.device_rings = session.device_rings
-        opened: list[Sink] = []
-        try:
-            for sink in sinks:
-                sink.open(run)
-                opened.append(sink)
-        except BaseException as error:
-            # What an earlier sink claimed must not say for ever that the run goes on.
-            run.status, run.error, run.ended_ns = "failed", describe(error), time.time_ns()
-            for sink in opened:
-                with contextlib.suppress(Exception):
-                    sink.close()
-            if black_box is not None:
-                black_box.remove()
-            raise
-        session.host_spans = next(filter(None, (getattr(sink, "host_spans", None) for sink in sinks)), None)
-        session.open()
-        self._session = session
-        return session
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            session.close(error)
-
-    def _sinks(self, value: Mapping[str, Any]) -> Iterable[Sink]:
-        from .sinks.parquet import ParquetSink
-
-        given = self._path_or_sink
-        if given is None:
-            given = value["dir"]
-        several = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-        if not several:
-            raise SettingError("trace() needs at least one directory or sink, got an empty sequence")
-        for one in several:
-            if isinstance(one, (str, os.PathLike)):
-                yield ParquetSink(Path(one), part_rows=value["part_rows"], part_seconds=value["part_seconds"])
-            elif isinstance(one, Sink):
-                yield one
-            else:
-                raise SettingError(f"a sink is a directory or has open, write and close, got {type(one).__name__}")
-        if value["otel"] is not False and not any(type(one).__name__ == "OtelSink" for one in several):
-            from .sinks import otel_setup
-
-            if value["otel"] or otel_setup.is_configured():
-                from .sinks.otel import OtelSink
-
-                yield OtelSink(everything=bool(value["otel"]))
-
-    def __call__(self, function: _Function) -> _Function:
-        """Give each call of `function` a session of its own. Works for coroutine functions too."""
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def asynchronous(*args: Any, **kwargs: Any) -> Any:
-                with self:
-                    return await function(*args, **kwargs)
-
-            return asynchronous  # type: ignore[return-value]
-
-        @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return wrapper  # type: ignore[return-value]
 
 
 def _forget_in_child() -> None:

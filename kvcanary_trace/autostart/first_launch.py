@@ -28,7 +28,7 @@ class FirstLaunch:
         if self._next is None:
             self._hooks.observer = None  # type: ignore[attr-defined]  # once, whatever comes of it
             try:
-                from kvcanary_trace.session import trace
+                from kvcanary_trace.opening import trace
 
                 session = trace().__enter__()
                 session.automatic = True

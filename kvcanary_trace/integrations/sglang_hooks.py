@@ -254,7 +254,7 @@ def _attach(manager: Any, model_runner: Any, server_args: Any) -> None:
 
 
 def _open(model_runner: Any, server_args: Any, capacities: list[dict[str, Any]]) -> Any:
-    from kvcanary_trace.session import trace
+    from kvcanary_trace.opening import trace
 
     device = str(getattr(model_runner, "device", "cpu"))
     labels = {name: getattr(model_runner, name, None) for name in ("tp_rank", "pp_rank", "dp_rank", "gpu_id")}

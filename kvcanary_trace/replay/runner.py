@@ -18,7 +18,8 @@ from .progress import ReplayProgress
 from .workloads import Workload
 
 if TYPE_CHECKING:
-    from kvcanary_trace.session import Session, TraceStats
+    from kvcanary_trace.session import Session
+    from kvcanary_trace.stats import TraceStats
 
     from .canary import Canary
     from .faults import Fault, FaultInjector, Struck
@@ -190,7 +191,7 @@ class _Run:
         detail: Literal["none", "requests"] = "none",
     ) -> ReplayResult:
         """Open a session at `out`, run every step, and sum up."""
-        from kvcanary_trace.session import trace
+        from kvcanary_trace.opening import trace
 
         started_s = time.monotonic()
         completed = True
@@ -239,7 +240,7 @@ class _Run:
 
     def _run_kernels(self, bar: ReplayProgress) -> None:
         """Every step through the launchers; the session sees them by itself."""
-        from kvcanary_trace.session import step
+        from kvcanary_trace.steps import step
 
         assert self.canary is not None
         engine, canary, faults = self.engine, self.canary, self.faults
