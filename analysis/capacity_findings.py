@@ -17,6 +17,7 @@ from kvcanary_trace.pressure.severity import WARNING_UTILIZATION, Severity, clas
 
 from .dataset import Run
 from .findings import Breach, Finding, Remedy, at_steps, percent
+from .history import read_history
 from .series import CapacitySeries, Series, Span, load_before, read_loads
 from .sql import Connection
 
@@ -72,7 +73,7 @@ def capacity_findings(
         series: All series.
         runs: Run files by (run, rank).
     """
-    loads = read_loads(connection, series, BY_ID)
+    loads, history = read_loads(connection, series, BY_ID), read_history(connection, series)
     pools: set[tuple[str, int, str]] = set()
     look_backs = 0
     for one_series in series:
@@ -88,7 +89,8 @@ def capacity_findings(
             expected = outlook = None
             if load is not None and len(load) and one.breached is None:
                 expected = forecast(one.capacity.id, load, bounds, earlier_peak=_earlier_peak(one_series, one, load))
-                outlook = outlook_after(one.capacity.id, load, bounds)
+                earlier = history.get(key, {}).get(one.capacity.id)
+                outlook = outlook_after(one.capacity.id, load if earlier is None else load.after(earlier), bounds)
             case = _Case(one_series, one, run, bounds, expected, outlook)
             lead = 0
             if one.breached is not None and look_backs < _MAX_LOOK_BACKS:
@@ -188,10 +190,10 @@ def _breach(case: _Case) -> Breach:
     if case.forecast.cause == "running":
         low = 1
     if steps is None:
-        return Breach(low=low or 1, high=high, probability=probability)
+        return Breach(low=low or 1, high=high, probability=probability, used=case.forecast.used)
     whole = max(1, math.ceil(steps))
     seconds = None if math.isnan(case.series.step_s) else whole * case.series.step_s
-    return Breach(steps=whole, seconds=seconds, low=low, high=high, probability=probability)
+    return Breach(steps=whole, seconds=seconds, low=low, high=high, probability=probability, used=case.forecast.used)
 
 
 def _remedy(case: _Case) -> Remedy | None:
@@ -226,7 +228,8 @@ def _reason(case: _Case, severity: Severity, lead: int) -> str:
             said += f", critical {lead:,} step{'s' * (lead != 1)} before"
         return f"demand exceeded the limit {_when(one.breached)}, {peak}: {_consequence(case)}{said}"
     if severity == "critical" and expected is not None:
-        return f"{_coming(case, expected)}: {case.capacity.consequence}; so far {peak}"
+        rebuilt = "; nobody told the queue, running work is rebuilt from the rows" if expected.used == "rows" else ""
+        return f"{_coming(case, expected)}: {case.capacity.consequence}; so far {peak}{rebuilt}"
     if case.allows_overflow and case.ceiling is not None:
         allowed = f"the engine may reach {case.counted(case.ceiling)}, the limit is {limit:,}"
         return f"{allowed}; so far {peak}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kvcanary_trace.pressure.severity import LADDER, Severity, rank
 
@@ -23,7 +23,9 @@ class Breach:
     """A breach to come; null where nothing is known.
 
     `probability` is that of a breach within 500 steps, from the calibrated estimator. `low` and `high` are 10 % and
-    90 % of the steps until it, should it come; with a trend, which says when by itself, they are null.
+    90 % of the steps until it, should it come; with a trend, which says when by itself, they are null. `used` is what
+    it was told from: `queue`, running and waiting work as the engine gave it, or `rows`, running work rebuilt from
+    demand.
     """
 
     steps: int | None = None
@@ -31,6 +33,7 @@ class Breach:
     low: int | None = None
     high: int | None = None
     probability: float | None = None
+    used: Literal["queue", "rows"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,9 @@ class Finding:
             "headroom": self.headroom,
             "breach": None
             if self.breach is None
-            else {name: getattr(self.breach, name) for name in ("steps", "seconds", "low", "high", "probability")},
+            else {
+                name: getattr(self.breach, name) for name in ("steps", "seconds", "low", "high", "probability", "used")
+            },
             "reason": self.reason,
             "remedy": None if self.remedy is None else {"value": self.remedy.value, "flag": self.remedy.flag},
             "run": self.run,

@@ -25,7 +25,17 @@ if TYPE_CHECKING:
 
     from .dataset import Dataset
 
-__all__ = ["CapacitySeries", "Series", "Span", "load_before", "read_loads", "read_series"]
+__all__ = [
+    "LOAD_COLUMNS",
+    "CapacitySeries",
+    "Series",
+    "Span",
+    "load_before",
+    "load_of",
+    "read_loads",
+    "read_series",
+    "recent_steps",
+]
 
 Floats: TypeAlias = NDArray[np.float64]
 Connection: TypeAlias = "duckdb.DuckDBPyConnection"
@@ -33,6 +43,16 @@ Connection: TypeAlias = "duckdb.DuckDBPyConnection"
 MAX_BUCKETS: Final = 20_000
 _MAX_CELLS: Final = 200_000  # buckets over all ranks
 _LOOK_BACK_STEPS: Final = 2 * HORIZON_STEPS
+LOAD_COLUMNS: Final = (
+    "write_entries",
+    "resident_reqs",
+    "resident_tokens",
+    "waiting_reqs",
+    "waiting_tokens",
+    "kv_used",
+    "kv_capacity",
+)
+"""What a forecast looks at beside a capacity's own demand and limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +180,8 @@ def read_loads(
     """The last rows of each series, for each of the given capacities: what a forecast looks at."""
     loads: dict[Key, dict[str, Load]] = {}
     for run in dict.fromkeys(one.key.run for one in series):
-        ours = {one.key: one.steps[1] for one in series if one.key.run == run}
-        begin, end = min(ours.values()) - _LOOK_BACK_STEPS, max(ours.values())
+        ours = {one.key for one in series if one.key.run == run}
+        begin, end = recent_steps(series, run)
         rows = fetch(
             connection,
             f"{_load_query()} WHERE run = ? AND step > {begin} AND step <= {end} ORDER BY {KEYS}, step, forward",
@@ -169,8 +189,14 @@ def read_loads(
         )
         for key, part in split(rows):
             if key in ours:
-                loads[key] = {name: _load(part, one) for name, one in capacities.items()}
+                loads[key] = {name: load_of(part, one) for name, one in capacities.items()}
     return loads
+
+
+def recent_steps(series: Sequence[Series], run: str) -> tuple[int, int]:
+    """The steps of a run that a forecast looks at row by row: after the first, up to the second."""
+    last = [one.steps[1] for one in series if one.key.run == run]
+    return min(last) - _LOOK_BACK_STEPS, max(last)
 
 
 def load_before(connection: Connection, key: Key, capacity: Capacity, step: int) -> Load:
@@ -182,7 +208,7 @@ def load_before(connection: Connection, key: Key, capacity: Capacity, step: int)
         "ORDER BY step, forward",
         list(key),
     )
-    return _load(rows, capacity)
+    return load_of(rows, capacity)
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
@@ -308,30 +334,17 @@ def _step_seconds(first: NDArray[np.int64], last: NDArray[np.int64], first_ns: F
 
 
 def _load_query() -> str:
-    columns = dict.fromkeys(
-        [name for c in CAPACITIES for name in (c.demand, c.limit)]
-        + ["resident_reqs", "resident_tokens", "waiting_reqs", "waiting_tokens", "kv_used", "kv_capacity"]
-    )
+    columns = dict.fromkeys([*(name for c in CAPACITIES for name in (c.demand, c.limit)), *LOAD_COLUMNS])
     names = ", ".join(f'"{name}"' for name in columns)
     return f"SELECT {KEYS}, step, mode = 'prefill' AS prefill, {names} FROM steps"
 
 
-def _load(rows: Mapping[str, Any], capacity: Capacity) -> Load:
+def load_of(rows: Mapping[str, Any], capacity: Capacity) -> Load:
     """Rows as the forecast wants them, those that did not measure this capacity left out."""
     limit = np.maximum(known(rows, capacity.limit), 1.0)
     kept = np.isfinite(limit)
-    names = (
-        "step",
-        "prefill",
-        "resident_reqs",
-        "resident_tokens",
-        "waiting_reqs",
-        "waiting_tokens",
-        "kv_used",
-        "kv_capacity",
-    )
     return Load(
         demand=known(rows, capacity.demand)[kept],
         limit=limit[kept],
-        **{name: known(rows, name)[kept] for name in names},
+        **{name: known(rows, name)[kept] for name in ("step", "prefill", *LOAD_COLUMNS)},
     )

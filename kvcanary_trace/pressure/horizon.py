@@ -27,14 +27,17 @@ from numpy.typing import NDArray
 from kvcanary_trace.pressure.horizon_table import CALIBRATED, HIGH_NODES, LOGITS, ROOM_NODES, STEPS
 from kvcanary_trace.pressure.severity import HORIZON_STEPS
 
-__all__ = ["Horizon", "Outlook", "WorkRows", "high_of", "probability", "room_of"]
+__all__ = ["BLOCK_STEPS", "MEMORY_STEPS", "Horizon", "Outlook", "WorkRows", "high_of", "probability", "room_of"]
 
 Floats: TypeAlias = NDArray[np.float64]
 
-_BLOCK: Final = 25  # steps that are summed up together
-_BLOCKS: Final = HORIZON_STEPS // _BLOCK
+BLOCK_STEPS: Final = 25
+"""Steps that are summed up together."""
+_BLOCKS: Final = HORIZON_STEPS // BLOCK_STEPS
 _MEMORY: Final = 160  # blocks over which rises are averaged: 4000 steps
 _HIGH_PARTS: Final = 20  # horizons that the recent high looks back
+MEMORY_STEPS: Final = _HIGH_PARTS * HORIZON_STEPS
+"""Steps that the estimator remembers."""
 _FLOOR: Final = 0.01  # of the limit: demand that never moved may still move this much
 _LEAST_HIGH: Final = 1e-3
 
@@ -123,7 +126,7 @@ class Horizon:
             running = demand
         if not queued >= 0.0:
             queued = 0.0
-        block = step // _BLOCK
+        block = step // BLOCK_STEPS
         if block != self._block:
             self._close(block)
             self._block, self._top, self._first = block, running, (running, queued)
@@ -142,7 +145,7 @@ class Horizon:
         """A block is over. Blocks without rows are as the one before."""
         if self._block < 0:
             return
-        for _ in range(min(block - self._block, _BLOCKS * _HIGH_PARTS)):
+        for _ in range(min(block - self._block, _BLOCKS * (_HIGH_PARTS + 1))):  # past that, nothing old is left
             self._blocks.append((*self._first, self._top))
             if len(self._blocks) == _BLOCKS:
                 self._learn()

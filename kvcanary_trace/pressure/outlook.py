@@ -23,12 +23,22 @@ def outlook_after(capacity: str, load: Load, bounds: Bounds) -> Outlook | None:
     if capacity not in CALIBRATED or not len(load):
         return None
     work, horizon = WorkRows(capacity), Horizon(capacity)
-    names = ("step", "demand", "prefill", "resident_reqs", "resident_tokens", "waiting_reqs", "waiting_tokens")
+    names = (
+        "step",
+        "demand",
+        "prefill",
+        "write_entries",
+        "resident_reqs",
+        "resident_tokens",
+        "waiting_reqs",
+        "waiting_tokens",
+    )
     columns = [getattr(load, name)[-MAX_ROWS:].tolist() for name in names]
-    for step, demand, prefill, reqs, tokens, waiting_reqs, waiting_tokens in zip(*columns, strict=True):
+    for step, demand, prefill, written, reqs, tokens, waiting_reqs, waiting_tokens in zip(*columns, strict=True):
         running, queued = work.update(
             demand,
             prefill=prefill == 1.0,
+            write_entries=written,
             resident_reqs=reqs,
             resident_tokens=tokens,
             waiting_reqs=waiting_reqs,

@@ -30,6 +30,7 @@ class Load:
         step: Engine steps, not decreasing.
         demand, limit: In the capacity's unit.
         prefill: Whether the forward holds new prompts only (1.0) and so leaves running requests out.
+        write_entries: Tokens that it writes.
         resident_reqs, resident_tokens: What the engine runs, this step's new requests included.
         waiting_reqs, waiting_tokens: What is queued, and what is still to come of prompts in progress.
         kv_used, kv_capacity: Slots of the pool, evictable cache excluded.
@@ -39,6 +40,7 @@ class Load:
     demand: Floats
     limit: Floats
     prefill: Floats
+    write_entries: Floats
     resident_reqs: Floats
     resident_tokens: Floats
     waiting_reqs: Floats
@@ -53,6 +55,10 @@ class Load:
     def knows_queue(self) -> bool:
         """Whether the engine said what it runs and has queued, in the last row."""
         return len(self) > 0 and bool(np.isfinite(self.resident_reqs[-1]) or np.isfinite(self.resident_tokens[-1]))
+
+    def after(self, earlier: Load) -> Load:
+        """The rows of `earlier`, then these."""
+        return Load(**{name: np.concatenate([getattr(earlier, name), getattr(self, name)]) for name in Load.__slots__})
 
     def until(self, rows: int) -> Load:
         """The first `rows` rows."""

@@ -50,7 +50,8 @@ def test_json_has_the_contract(ramp: Path) -> None:
     assert list(worst)[: len(FINDING_KEYS)] == FINDING_KEYS
     assert (worst["rule"], worst["severity"], worst["capacity"]) == ("write-req-capacity", "critical", "write_req")
     assert worst["steps"] == [40, 45] and worst["rank"] == 0 and worst["group"] == "full"
-    assert set(worst["breach"]) == {"steps", "seconds", "low", "high", "probability"}
+    assert set(worst["breach"]) == {"steps", "seconds", "low", "high", "probability", "used"}
+    assert worst["breach"]["used"] == "rows" and "rebuilt from the rows" in worst["reason"]
     assert worst["remedy"] == {"value": 1256, "flag": "--cuda-graph-max-bs-decode"}
     assert {"demanded", "verified", "ratio", "unverified_by_reason"} <= set(answer["coverage"])
     assert [one["capacity"] for one in answer["capacities"]][:2] == ["write_req", "plan_block"]

@@ -1,0 +1,209 @@
+"""The estimator of breaches: one answer live and from files, from the first step on, through every change of regime."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import dataset, steps_table
+
+import kvcanary_trace as kv_canary
+from kvcanary_trace.analysis import analyze
+from kvcanary_trace.analysis.dataset import open_dataset
+from kvcanary_trace.analysis.history import read_history
+from kvcanary_trace.analysis.result import read_series
+from kvcanary_trace.pressure.horizon import Horizon, WorkRows, probability
+
+LIMIT = 1000.0
+
+
+def walk(rng: np.random.Generator, rows: int, level: float = 300.0, swing: float = 12.0) -> np.ndarray:
+    """Demand that wanders around a level."""
+    out, x = np.empty(rows), 0.0
+    for i in range(rows):
+        x = 0.995 * x + rng.normal(0, swing)
+        out[i] = max(0.0, level + x)
+    return out.round()
+
+
+def fed(demand: Any, queued: float = 0.0, begin: int = 0) -> Horizon:
+    """An estimator after a series of decode rows."""
+    horizon = Horizon("verify")
+    for step, value in enumerate(demand, begin):
+        horizon.update(step, float(value), float(value), queued)
+    return horizon
+
+
+def likely(horizon: Horizon, limit: float = LIMIT) -> float:
+    """Its probability."""
+    found = horizon.outlook(limit).probability
+    assert found is not None
+    return found
+
+
+def test_it_speaks_from_the_first_step() -> None:
+    """One row is enough: idle is unlikely, and a queue that cannot fit is not."""
+    assert likely(fed([10])) < 0.01
+    assert likely(fed([10], queued=5000)) > 0.5
+
+
+def test_a_restart_forgets_the_run_but_not_how_much_it_rises() -> None:
+    """The step number goes back: the high of the old run no longer counts, what was learned of rises does."""
+    demand = np.concatenate([walk(np.random.default_rng(0), 3000), np.full(10, 900)])
+    horizon = fed(demand)
+    rise, before = horizon.rise, likely(horizon)
+    horizon.update(0, 50, 50)
+    assert horizon.recent_high == 50 and horizon.rise == pytest.approx(rise, rel=0.05) and rise > 0
+    assert likely(horizon) < before / 3
+
+
+def test_a_capacity_that_changes_is_the_one_that_counts() -> None:
+    """The limit is asked for with each outlook: raised, the probability falls; lowered, it rises."""
+    horizon = fed(walk(np.random.default_rng(1), 3000))
+    found = [likely(horizon, limit) for limit in (350, 500, 1000, 4000)]
+    assert found == sorted(found, reverse=True) and found[0] > 0.3 and found[-1] < 0.01
+
+
+def test_idle_time_costs_nothing_and_forgets_nothing_wrong() -> None:
+    """An engine that idles for a billion steps: no loop over them, and the old high has passed."""
+    horizon = fed(np.full(600, 900))
+    high = likely(horizon)
+    horizon.update(10**9, 20, 20)
+    assert horizon.recent_high == 20 and likely(horizon) < high
+
+
+def test_not_measured_is_skipped() -> None:
+    """NaN changes nothing; residents below what is demanded are not believed."""
+    horizon = fed([100, 200])
+    before = horizon.outlook(LIMIT)
+    horizon.update(2, math.nan, math.nan)
+    assert horizon.outlook(LIMIT) == before
+    horizon.update(3, 300, 5, math.nan)
+    assert horizon.expected == 300
+
+
+def test_calibrated_or_none() -> None:
+    """A capacity without a calibration has no probability, and one that its settings bound has none to fear."""
+    horizon = Horizon("write_entry")
+    horizon.update(0, 10, 10)
+    assert horizon.outlook(LIMIT).probability is None
+    assert fed([990]).outlook(LIMIT, ceiling=LIMIT).probability == 0.0
+
+
+def test_one_state_and_many_agree() -> None:
+    """The live monitor's vectorised probability is the outlook's."""
+    rng = np.random.default_rng(2)
+    for level in (100, 500, 900):
+        horizon = fed(walk(rng, 1200, level))
+        states = (np.array([value]) for value in (horizon.expected, horizon.rise, horizon.recent_high))
+        assert probability(*states, LIMIT)[0] == pytest.approx(likely(horizon), rel=1e-9)
+
+
+def test_running_work_is_rebuilt_from_rows() -> None:
+    """Prefills leave running requests out: they are the last decode row, plus what was prefilled since."""
+    work = WorkRows("write_req")
+    assert work.update(8, prefill=False) == (8, 0) and work.from_rows
+    assert work.update(1, prefill=True, write_entries=512)[0] == 9
+    assert work.update(2, prefill=True, write_entries=100)[0] == 10  # a full chunk before: one of the two goes on
+    assert work.update(1, prefill=True, write_entries=50)[0] == 11
+    assert work.update(11, prefill=False)[0] == 11
+    assert work.update(1, prefill=True, resident_reqs=12, waiting_reqs=3) == (12, 3) and not work.from_rows
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["queue", "rows"])
+def test_live_and_from_files_agree(tmp_path: Path, told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst 8000 steps back is remembered by both, and prefills are counted in by both."""
+    rng = np.random.default_rng(3)
+    rows = 12_000
+    demand = walk(rng, rows, 450)
+    demand[4000:4100] = 930
+    prefill = np.zeros(rows, bool)
+    prefill[rng.choice(rows, 1500, replace=False)] = True
+    prefill[-2:] = True
+    queue = {"resident_tokens": demand, "waiting_tokens": np.full(rows, 40.0), "resident_reqs": 5, "waiting_reqs": 1}
+    seen = np.where(prefill, 30, demand)
+    root = dataset(
+        tmp_path,
+        steps_table(
+            rows, mode=np.where(prefill, "prefill", "decode"), verify_demand=seen, verify_capacity=1000,
+            write_entries=np.where(prefill, 60, 5), **(queue if told else {}),
+        ),
+    )  # fmt: skip
+    work, live = WorkRows("verify"), Horizon("verify")
+    for step in range(rows):
+        known = {name: float(values[step]) for name, values in queue.items() if np.ndim(values)} if told else {}
+        running, queued = work.update(
+            float(seen[step]), prefill=bool(prefill[step]), write_entries=60.0 if prefill[step] else 5.0, **known
+        )
+        live.update(step, float(seen[step]), running, queued)
+    now = live.outlook(LIMIT)
+    (offline,) = _outlooks(root)
+    assert offline.expected == pytest.approx(now.expected, rel=0.01)
+    assert offline.rise == pytest.approx(now.rise, rel=0.02)
+    assert offline.probability == pytest.approx(now.probability, rel=0.05)
+    if told:
+        monkeypatch.setattr("kvcanary_trace.analysis.history._MOST_STEPWISE", 0)
+        (offline,) = _outlooks(root)  # as of many series
+        assert offline.rise == pytest.approx(now.rise, rel=0.1)
+        assert offline.probability == pytest.approx(now.probability, rel=0.15)
+
+
+def _outlooks(root: Path) -> list[Any]:
+    """What the analysis expects of verify."""
+    seen: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        from kvcanary_trace.analysis import capacity_findings
+
+        real = capacity_findings.outlook_after
+
+        def spy(capacity: str, *arguments: Any) -> Any:
+            found = real(capacity, *arguments)
+            if capacity == "verify":
+                seen.append(found)
+            return found
+
+        patch.setattr(capacity_findings, "outlook_after", spy)
+        analyze(root)
+    return seen
+
+
+@pytest.mark.parametrize(("stepwise", "most"), [(8, 20_000), (0, 802)])
+def test_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stepwise: int, most: int) -> None:
+    """However long a run, at most 20 000 rows a series are looked at: maxima of steps or blocks, prefills apart."""
+    monkeypatch.setattr("kvcanary_trace.analysis.history._MOST_STEPWISE", stepwise)
+    rows = 60_000
+    step = np.arange(rows) // 2
+    root = dataset(tmp_path, steps_table(rows, step=step, mode=["prefill" if i % 2 else "decode" for i in range(rows)]))
+    opened = open_dataset(root)
+    with opened.connect() as connection:
+        series = read_series(connection, opened, None)
+        (history,) = read_history(connection, series).values()
+    assert most / 2 < len(history["verify"]) <= most and history["verify"].step.min() >= step[-1] - 11_025
+
+
+def test_a_finding_says_what_it_was_told_from(tmp_path: Path) -> None:
+    """`queue` where the engine gave its residents, `rows` where they were rebuilt."""
+    bs = np.round(1000 * (0.6 + 0.005 * np.arange(45))).astype(int)
+    alone = dataset(tmp_path / "a", steps_table(45, bs=bs, write_req_capacity=1000))
+    told = dataset(tmp_path / "b", steps_table(45, bs=bs, write_req_capacity=1000, resident_reqs=bs, waiting_reqs=400))
+    for root, used in ((alone, "rows"), (told, "queue")):
+        (one,) = [one for one in analyze(root).findings if one.capacity == "write_req"]
+        assert one.severity == "critical" and one.breach is not None and one.breach.used == used
+        assert ("rebuilt from the rows" in one.reason) == (used == "rows")
+        assert one.to_json()["breach"]["used"] == used
+
+
+def test_ranks_runners_and_groups_have_their_own(tmp_path: Path) -> None:
+    """One series climbs, the others do not: only its transitions are told, with its names."""
+    told: list[Any] = []
+    with kv_canary.trace(tmp_path, on_pressure=told.append) as session:
+        for step in range(300):
+            for runner, group, demand in (("target", "full", 10), ("target", "swa", 10), ("draft", "full", 4 * step)):
+                session.record(
+                    step=step, runner=runner, group=group, mode="decode", verify_demand=demand, verify_capacity=1000
+                )  # fmt: skip
+    assert {(one.runner, one.group) for one in told} == {("draft", "full")}
+    assert told[-1].after == "breached" and "critical" in {one.after for one in told}
