@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from kvcanary_trace.pressure.capacities import BY_ID, Capacity
+from kvcanary_trace.pressure.capacities import Capacity
 from kvcanary_trace.pressure.forecast import Bounds, Forecast, Load, announced_steps, forecast
 from kvcanary_trace.pressure.horizon import Outlook
 from kvcanary_trace.pressure.outlook import outlook_after
@@ -17,8 +17,8 @@ from kvcanary_trace.pressure.severity import WARNING_UTILIZATION, Severity, clas
 
 from .dataset import Run
 from .findings import Breach, Finding, Remedy, at_steps, percent
-from .history import read_history
-from .series import CapacitySeries, Series, Span, load_before, read_loads
+from .history import read_loads_and_history
+from .series import CapacitySeries, Series, Span, load_before
 from .sql import Connection
 
 __all__ = ["capacity_findings", "changed_limits"]
@@ -73,7 +73,7 @@ def capacity_findings(
         series: All series.
         runs: Run files by (run, rank).
     """
-    loads, history = read_loads(connection, series, BY_ID), read_history(connection, series)
+    loads, remembered = read_loads_and_history(connection, series)
     pools: set[tuple[str, int, str]] = set()
     look_backs = 0
     for one_series in series:
@@ -89,8 +89,7 @@ def capacity_findings(
             expected = outlook = None
             if load is not None and len(load) and one.breached is None:
                 expected = forecast(one.capacity.id, load, bounds, earlier_peak=_earlier_peak(one_series, one, load))
-                earlier = history.get(key, {}).get(one.capacity.id)
-                outlook = outlook_after(one.capacity.id, load if earlier is None else load.after(earlier), bounds)
+                outlook = outlook_after(one.capacity.id, remembered[key][one.capacity.id], bounds)
             case = _Case(one_series, one, run, bounds, expected, outlook)
             lead = 0
             if one.breached is not None and look_backs < _MAX_LOOK_BACKS:

@@ -175,16 +175,24 @@ def read_series(connection: Connection, dataset: Dataset, until: int | None) -> 
 
 
 def read_loads(
-    connection: Connection, series: Sequence[Series], capacities: Mapping[str, Capacity]
+    connection: Connection, series: Sequence[Series], capacities: Mapping[str, Capacity], *, steps_before: int = 0
 ) -> dict[Key, dict[str, Load]]:
-    """The last rows of each series, for each of the given capacities: what a forecast looks at."""
+    """The last rows of each series, for each of the given capacities: what a forecast looks at.
+
+    Args:
+        connection: To the dataset.
+        series: All series.
+        capacities: Of which to read demand and limit, by id.
+        steps_before: Steps to read before those of `recent_steps`.
+    """
     loads: dict[Key, dict[str, Load]] = {}
     for run in dict.fromkeys(one.key.run for one in series):
         ours = {one.key for one in series if one.key.run == run}
         begin, end = recent_steps(series, run)
         rows = fetch(
             connection,
-            f"{_load_query()} WHERE run = ? AND step > {begin} AND step <= {end} ORDER BY {KEYS}, step, forward",
+            f"{_load_query()} WHERE run = ? AND step > {begin - steps_before} AND step <= {end} "
+            f"ORDER BY {KEYS}, step, forward",
             [run],
         )
         for key, part in split(rows):

@@ -60,6 +60,11 @@ class Load:
         """The rows of `earlier`, then these."""
         return Load(**{name: np.concatenate([getattr(earlier, name), getattr(self, name)]) for name in Load.__slots__})
 
+    def since(self, step: int) -> Load:
+        """The rows of steps after `step`."""
+        begin = int(np.searchsorted(self.step, step, side="right"))
+        return Load(**{name: getattr(self, name)[begin:] for name in Load.__slots__})
+
     def until(self, rows: int) -> Load:
         """The first `rows` rows."""
         return Load(**{name: getattr(self, name)[:rows] for name in Load.__slots__})

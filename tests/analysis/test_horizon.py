@@ -13,7 +13,7 @@ from datasets import dataset, steps_table
 import kvcanary_trace as kv_canary
 from kvcanary_trace.analysis import analyze
 from kvcanary_trace.analysis.dataset import open_dataset
-from kvcanary_trace.analysis.history import read_history
+from kvcanary_trace.analysis.history import read_loads_and_history
 from kvcanary_trace.analysis.result import read_series
 from kvcanary_trace.pressure.horizon import Horizon, WorkRows, probability
 
@@ -180,8 +180,11 @@ def test_history_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ste
     opened = open_dataset(root)
     with opened.connect() as connection:
         series = read_series(connection, opened, None)
-        (history,) = read_history(connection, series).values()
-    assert most / 2 < len(history["verify"]) <= most and history["verify"].step.min() >= step[-1] - 11_025
+        (loads,), (remembered,) = (one.values() for one in read_loads_and_history(connection, series))
+    recent, whole = loads["verify"], remembered["verify"]
+    assert recent.step.min() == step[-1] - 999 and len(recent) == 2000
+    assert (whole.step[-2000:] == recent.step).all() and (np.diff(whole.step) >= 0).all()
+    assert most / 2 < len(whole) - 2000 <= most and whole.step.min() >= step[-1] - 11_025
 
 
 def test_a_finding_says_what_it_was_told_from(tmp_path: Path) -> None:
