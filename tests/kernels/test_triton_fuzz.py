@@ -21,6 +21,7 @@ PROCESSES = int(os.environ.get("KVCANARY_FUZZ_PROCESSES", 4 if HAS_CUDA else 1))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "device",
     [

@@ -34,6 +34,7 @@ def publish(words: np.ndarray, first: int, rows: np.ndarray) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_a_day_at_a_thousand_steps_a_second(tmp_path: Path) -> None:
     device_words, host_words = (np.zeros((RING_ROWS, ROW_WORDS), dtype=np.int64) for _ in range(2))
     device, host = RingReader(device_words), RingReader(host_words)
