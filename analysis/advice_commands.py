@@ -151,13 +151,18 @@ def _number(value: float | None) -> str:
 
 
 def _scenarios(found: WhatIf) -> str:
+    from kvcanary_trace.pressure.capacities import BY_ID
+
     verifies = found.capacity == "verify"
     group = f" of group {found.group}" if found.group else ""
-    lines = [f"{found.capacity}{group}: {found.rows:,} rows, highest demand {found.peak_demand:,}"]
-    head = f"{'value':>14}{'rows past it':>14}{'share':>9}"
+    lines = [
+        f"{found.capacity}{group}: {found.rows:,} rows of {found.steps:,} steps, highest demand {found.peak_demand:,}; "
+        f"past a value, {BY_ID[found.capacity].consequence}"
+    ]
+    head = f"{'value':>14}{'steps past it':>15}{'share':>9}"
     lines.append(head + (f"{'unverified':>12}{'with rotate':>13}" if verifies else "") + f"{'memory':>12}")
     for one in found.scenarios:
-        line = f"{one.value:>14,}{one.rows_past:>14,}{one.share_past:>9.2%}"
+        line = f"{one.value:>14,}{one.steps_past:>15,}{one.steps_past / found.steps:>9.2%}"
         if one.unverified_skip is not None and one.unverified_rotate is not None:
             line += f"{one.unverified_skip:>12.2%}{one.unverified_rotate:>13.2%}"
         lines.append(line + f"{_bytes(one.memory_bytes):>12}" + ("  now" if one.is_current else ""))
@@ -198,6 +203,7 @@ def _moves(found: Comparison) -> str:
             f"  {said:7}{one.metric} of {where}: {one.before:,.4g} → {one.after:,.4g} {one.unit}{ratio}",
             f"         p99 {one.p99[0]:,.4g} → {one.p99[1]:,.4g}; effect {one.effect:+.2f}, p {one.p_value:.2g}",
         ]
+    lines += [f"  not compared: {one}" for one in found.one_sided]
     unclear = sum(one.p_value is None for one in found.moves)
     if unclear:
         lines.append(f"  {unclear} metrics had too few rows to tell")

@@ -81,13 +81,14 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What moved between two runs, largest effect first."""
+    """What moved between two runs, largest effect first; `one_sided` names what only one of them has."""
 
     before: str
     after: str
     alpha: float
     min_ratio: float
     moves: tuple[Move, ...]
+    one_sided: tuple[str, ...] = ()
 
     @property
     def worse(self) -> tuple[Move, ...]:
@@ -126,8 +127,10 @@ def compare(
     if Path(before).resolve() == Path(after).resolve() and old[0] == new[0]:
         raise SettingError(f"both sides are run {old[0]} of {before}; name two runs, or two folders")
     found = []
+    one_sided = [f"{_named(*key)}: only after" for key in new[1] if key not in old[1]]
     for key in old[1]:
         if key not in new[1]:
+            one_sided.append(f"{_named(*key)}: only before")
             continue
         group, mode, metric = key
         a, b = old[1][key], new[1][key]
@@ -159,7 +162,11 @@ def compare(
             )
         )
     moves.sort(key=lambda one: (not one.worse, not one.moved, -abs(one.effect or 0.0)))
-    return Comparison(old[0], new[0], alpha, min_ratio, tuple(moves))
+    return Comparison(old[0], new[0], alpha, min_ratio, tuple(moves), tuple(sorted(one_sided)))
+
+
+def _named(group: str | None, mode: str | None, metric: str) -> str:
+    return f"{metric} of {group or 'all'}, {mode or 'any mode'}"
 
 
 def _read(path: Path | str, run: str | None) -> tuple[str, dict[tuple[str | None, str | None, str], Floats]]:

@@ -1,6 +1,6 @@
 """What another capacity would have meant: from the recorded, unclamped demand, without running anything again.
 
-For each value: rows past it, entries unverified when such steps are skipped and when they are checked in part
+For each value: steps and rows past it, entries unverified when such steps are skipped and when they are checked in part
 (`overflow="rotate"`), and the memory that the buffers take.
 """
 
@@ -44,7 +44,8 @@ class Scenario:
     Attributes:
         value: The capacity.
         is_current: Whether it is the one that the run had last.
-        rows_past: Rows whose demand exceeds it: refused launches, or steps unverified.
+        steps_past: Steps of a rank with such a row: how many would have failed or gone unverified.
+        rows_past: Rows whose demand exceeds it, one for each runner and group.
         share_past: Of all rows that measured it.
         unverified_skip: Share of the demanded entries that go unverified when such steps are skipped; verify only.
         unverified_rotate: The same when each such step checks as many as fit; verify only.
@@ -53,6 +54,7 @@ class Scenario:
 
     value: int
     is_current: bool
+    steps_past: int
     rows_past: int
     share_past: float
     unverified_skip: float | None
@@ -66,6 +68,7 @@ class WhatIf:
 
     capacity: str
     group: str | None
+    steps: int
     rows: int
     peak_demand: int
     current: int
@@ -128,6 +131,13 @@ def what_if(
             for i, value in enumerate(tried)
         )
         found = fetch(connection, f"SELECT {asked} FROM steps {where}", arguments)
+        counts = ", ".join(f"count(*) FILTER (demand > {value}) AS past_{i}" for i, value in enumerate(tried))
+        in_steps = fetch(
+            connection,
+            f'SELECT count(*) AS n, {counts} FROM (SELECT max("{one.demand}") AS demand FROM steps {where} '
+            "GROUP BY run, rank, step)",
+            arguments,
+        )
     scenarios = []
     for i, value in enumerate(tried):
         past = int(found[f"past_{i}"][0])
@@ -137,6 +147,7 @@ def what_if(
             Scenario(
                 value=value,
                 is_current=value == current,
+                steps_past=int(in_steps[f"past_{i}"][0]),
                 rows_past=past,
                 share_past=past / rows,
                 unverified_skip=(skipped / total if total else 0.0) if verifies else None,
@@ -144,7 +155,7 @@ def what_if(
                 memory_bytes=MEMORY_BYTES[capacity](value) if capacity in MEMORY_BYTES else None,
             )
         )
-    return WhatIf(capacity, group, rows, peak, current, tuple(scenarios))
+    return WhatIf(capacity, group, int(in_steps["n"][0]), rows, peak, current, tuple(scenarios))
 
 
 def _ladder(capacity: Capacity, peak: int) -> list[int]:

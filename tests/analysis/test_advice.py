@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
-from datasets import dataset, steps_table
+from datasets import dataset, steps_table, write_part, write_run
 from typer.testing import CliRunner
 
 from kvcanary_trace.analysis import compare, explain, recommend, what_if
@@ -61,6 +62,22 @@ def test_a_ladder_is_made_around_the_peak(tmp_path: Path) -> None:
     shares = [one.share_past for one in found.scenarios]
     assert len(shares) > 10 and shares == sorted(shares, reverse=True) and shares[0] > 0.3 and shares[-1] == 0
     assert found.scenarios[0].unverified_skip is None  # only verification has entries
+
+
+def test_steps_are_not_rows(tmp_path: Path) -> None:
+    """A step whose two groups are past a value is one step; ranks are apart."""
+    tables = [
+        steps_table(4, group="full", verify_demand=[10, 50, 50, 10]),
+        steps_table(4, group="swa", verify_demand=[10, 50, 10, 10]),
+    ]
+    root = dataset(tmp_path, pa.concat_tables(tables))
+    write_part(root, steps_table(4, verify_demand=[10, 50, 10, 10]), rank=1)
+    write_run(root, rank=1)
+    found = what_if(root, "verify", [20])
+    one = found.scenarios[0]
+    assert (found.steps, found.rows, one.steps_past, one.rows_past) == (8, 12, 3, 4)
+    code, text = command("what-if", root, "--values", "20")
+    assert code == 0 and "12 rows of 8 steps" in text and "37.50%" in text and "goes unverified" in text
 
 
 def test_what_if_until_and_group(tmp_path: Path) -> None:
@@ -186,6 +203,17 @@ def test_a_move_is_found(tmp_path: Path) -> None:
     assert code == 1 and "1 of" in text and "+12.9%" in text
     code, _ = command("compare", after, before)
     assert code == 0  # it got better
+
+
+def test_what_only_one_side_has_is_told(tmp_path: Path) -> None:
+    """A group that is gone, or new, is not compared and not passed over."""
+    both = pa.concat_tables([steps_table(400, group="full"), steps_table(400, group="swa")])
+    before, after = dataset(tmp_path / "a", both), dataset(tmp_path / "b", steps_table(400))
+    gone = compare(before, after).one_sided
+    assert "verify_demand of swa, decode: only before" in gone and not any("full" in one for one in gone)
+    assert "coverage of swa, decode: only after" in compare(after, before).one_sided
+    _, text = command("compare", before, after)
+    assert "not compared: verify_demand of swa, decode: only before" in text
 
 
 def test_runs_of_one_folder(tmp_path: Path) -> None:
