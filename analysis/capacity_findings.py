@@ -11,9 +11,7 @@ import numpy as np
 
 from kvcanary_trace.pressure.capacities import Capacity
 from kvcanary_trace.pressure.forecast import Bounds, Forecast, Load, announced_steps, forecast
-from kvcanary_trace.pressure.horizon import Outlook
-from kvcanary_trace.pressure.outlook import outlook_after
-from kvcanary_trace.pressure.severity import WARNING_UTILIZATION, Severity, classify
+from kvcanary_trace.pressure.severity import HORIZON_STEPS, WARNING_UTILIZATION, Severity, classify
 
 from .dataset import Run
 from .findings import Breach, Finding, Remedy, at_steps, percent
@@ -35,7 +33,6 @@ class _Case:
     run: Run
     bounds: Bounds
     forecast: Forecast | None
-    outlook: Outlook | None = None
 
     @property
     def capacity(self) -> Capacity:
@@ -86,11 +83,16 @@ def capacity_findings(
                     continue  # the pool is the engine's: its groups tell the same
                 pools.add((key.run, key.rank, key.runner))
             load = loads.get(key, {}).get(one.capacity.id)
-            expected = outlook = None
+            expected = None
             if load is not None and len(load) and one.breached is None:
-                expected = forecast(one.capacity.id, load, bounds, earlier_peak=_earlier_peak(one_series, one, load))
-                outlook = outlook_after(one.capacity.id, remembered[key][one.capacity.id], bounds)
-            case = _Case(one_series, one, run, bounds, expected, outlook)
+                expected = forecast(
+                    one.capacity.id,
+                    load,
+                    bounds,
+                    history=remembered[key][one.capacity.id],
+                    earlier_peak=_earlier_peak(one_series, one, load),
+                )
+            case = _Case(one_series, one, run, bounds, expected)
             lead = 0
             if one.breached is not None and look_backs < _MAX_LOOK_BACKS:
                 look_backs += 1
@@ -178,21 +180,20 @@ def _finding(case: _Case, lead: int) -> Finding:
 
 
 def _breach(case: _Case) -> Breach:
-    assert case.forecast is not None
-    steps, outlook = case.forecast.steps, case.outlook
-    probability = low = high = None
-    if outlook is not None and outlook.probability:
-        probability = outlook.probability
-        if steps is None:  # a trend says when by itself
-            steps = outlook.steps
-            low, high = (None if value is None else max(1, round(value)) for value in (outlook.low, outlook.high))
-    if case.forecast.cause == "running":
-        low = 1
-    if steps is None:
-        return Breach(low=low or 1, high=high, probability=probability, used=case.forecast.used)
-    whole = max(1, math.ceil(steps))
-    seconds = None if math.isnan(case.series.step_s) else whole * case.series.step_s
-    return Breach(steps=whole, seconds=seconds, low=low, high=high, probability=probability, used=case.forecast.used)
+    expected = case.forecast
+    assert expected is not None
+    steps, low, high = (
+        None if value is None else max(1, math.ceil(value)) for value in (expected.steps, expected.low, expected.high)
+    )
+    known = steps is not None and not math.isnan(case.series.step_s)
+    return Breach(
+        steps=steps,
+        seconds=steps * case.series.step_s if known and steps is not None else None,
+        low=low,
+        high=high,
+        probability=None if expected.outlook is None else expected.outlook.probability or None,
+        used=expected.used,
+    )
 
 
 def _remedy(case: _Case) -> Remedy | None:
@@ -261,11 +262,18 @@ def _coming(case: _Case, expected: Forecast) -> str:
         return f"running work and what the engine can admit of its queue want {wanted} of {limit:,}"
     if expected.cause == "never-fits":
         return f"a queued request of at least {case.counted(work.never_fits)} cannot fit into {limit:,}"
-    assert expected.trend is not None
-    found = expected.trend
+    if expected.trend is not None:
+        found = expected.trend
+        return (
+            f"rising by {100 * found.slope:.2g} % of the limit a step over {int(found.seen_steps):,} steps, it reaches "
+            f"{limit:,} in about {max(1, math.ceil(found.steps_to_limit)):,} steps"
+        )
+    outlook = expected.outlook
+    assert outlook is not None and outlook.probability is not None
     return (
-        f"rising by {100 * found.slope:.2g} % of the limit a step over {int(found.seen_steps):,} steps, it reaches "
-        f"{limit:,} in about {max(1, math.ceil(found.steps_to_limit)):,} steps"
+        f"a breach within {HORIZON_STEPS} steps is {percent(outlook.probability)} likely: running work and what "
+        f"usually joins it of the queue want {case.counted(outlook.expected)} of {limit:,}, and demand has "
+        f"lately risen by {case.counted(outlook.rise)} within as many steps"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -11,7 +10,8 @@ from numpy.typing import NDArray
 from prediction_rows import Rows
 from prediction_scores import HORIZON
 
-from kvcanary_trace.pressure.horizon import Horizon, WorkRows, probability
+from kvcanary_trace.pressure.estimator import COLUMNS, Estimator
+from kvcanary_trace.pressure.horizon import probability
 
 __all__ = ["CAPACITIES", "GRIDS", "States", "alarms", "states_of"]
 
@@ -59,26 +59,16 @@ def states_of(rows: Rows, capacity: str) -> States:
 
 
 def _run(columns: dict[str, Floats], capacity: str, demand: Floats, *, told: bool) -> tuple[Floats, Floats, Floats]:
-    work, horizon = WorkRows(capacity), Horizon(capacity)
-    nan = [math.nan] * len(demand)
-    prefill = (columns["mode"] == 0).tolist()
-    names = ("resident_reqs", "resident_tokens", "waiting_reqs", "waiting_tokens")
-    known = [columns[name].tolist() if told else nan for name in names]
-    out = np.empty((3, len(demand)))
-    each = zip(demand.tolist(), prefill, columns["write_entries"].tolist(), *known, strict=True)
-    for step, (value, is_prefill, written, reqs, tokens, waiting_reqs, waiting_tokens) in enumerate(each):
-        running, queued = work.update(
-            value,
-            prefill=is_prefill,
-            write_entries=written,
-            resident_reqs=reqs,
-            resident_tokens=tokens,
-            waiting_reqs=waiting_reqs,
-            waiting_tokens=waiting_tokens,
-        )
-        horizon.update(step, value, running, queued)
-        out[0, step], out[1, step], out[2, step] = horizon.expected, horizon.rise, horizon.recent_high
-    return out[0], out[1], out[2]
+    unknown = np.full(len(demand), np.nan)
+    # Limits are laid over the run afterwards, so its pool is none of what the estimator may know.
+    given: dict[str, Floats] = dict.fromkeys(COLUMNS, unknown)
+    given |= {"step": np.arange(len(demand), dtype=float), "demand": demand, "prefill": columns["mode"] == 0}
+    given["write_entries"] = columns["write_entries"]
+    if told:
+        names = ("resident_reqs", "resident_tokens", "waiting_reqs", "waiting_tokens")
+        given |= {name: columns[name] for name in names}
+    states = Estimator(capacity).feed(given)
+    return states.expected, states.rise, states.recent_high
 
 
 def _slope(y: Floats) -> Floats:

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from kvcanary_trace import names
 from kvcanary_trace.pressure.capacities import BY_ID, CAPACITIES, Capacity
-from kvcanary_trace.pressure.horizon import Horizon, WorkRows, probability
-from kvcanary_trace.pressure.horizon_table import ALARM_PROBABILITY, CALIBRATED, RETRACTION_PROBABILITY
+from kvcanary_trace.pressure.estimator import COLUMNS, Estimator, claim_probability, claims
+from kvcanary_trace.pressure.horizon_table import CALIBRATED
 from kvcanary_trace.pressure.severity import HORIZON_STEPS, LADDER, WARNING_UTILIZATION, Severity
 from kvcanary_trace.pressure.work import Bounds
 from kvcanary_trace.schema import NOT_MEASURED
@@ -37,8 +37,6 @@ _log: Final = logging.getLogger(f"{names.LOGGER}.pressure")
 
 _FALL: Final = 0.95
 _FALL_PROBABILITY: Final = 0.5
-_FULL_POOL: Final = 0.99
-"""A pool is not past its limit when requests are retracted, but full."""
 _MAX_TRANSITIONS_PER_FLUSH: Final = 256
 _MAX_FED: Final = 2000
 """Rows of a series that the estimator takes one by one in a flush; of more it takes the highest of each 25 steps."""
@@ -122,7 +120,7 @@ class Monitor:
         self._bounds = Bounds.of(dict(engine or {}))
         self._listener = listener
         self._levels: dict[Key, tuple[int, int]] = {}  # place on the ladder, and the step from which it has to stand
-        self._estimators: dict[Key, tuple[WorkRows, Horizon]] = {}
+        self._estimators: dict[Key, Estimator] = {}
         self.limits: dict[str, int] = {}
         """Capacity → the least limit of the latest rows; read by other threads."""
 
@@ -159,12 +157,9 @@ class Monitor:
         key = (capacity.id, runner, group)
         utilization = demand / limit
         likely, expected = self._likely(key, seen.rows, at, demand, limit)
-        critical = RETRACTION_PROBABILITY if capacity.id == "kv_pool" else ALARM_PROBABILITY
         # Exactly full is not past the limit.
-        up = _levels(utilization, likely, 1.0, critical)
-        down = _levels(utilization, likely, _FALL, _FALL_PROBABILITY * critical)
-        if capacity.id == "kv_pool":
-            up = np.where((up == _CRITICAL) & (utilization < _FULL_POOL), utilization >= WARNING_UTILIZATION, up)
+        up = _levels(utilization, claims(capacity.id, likely, utilization), 1.0)
+        down = _levels(utilization, likely >= _FALL_PROBABILITY * claim_probability(capacity.id), _FALL)
         seen.pressed[at[up > 0]] = True
         steps = seen.rows.ints("step")[at]
         level, since = self._levels.get(key, (0, 0))
@@ -208,49 +203,31 @@ class Monitor:
         name = key[0]
         if name not in CALIBRATED:
             return np.zeros(len(at)), np.zeros(len(at))
-        work, horizon = self._estimators.setdefault(key, (WorkRows(name), Horizon(name)))
+        estimator = self._estimators.setdefault(key, Estimator(name))
         fed = _fed(rows.ints("step")[at], demand)
-        states = np.empty((3, len(fed)))
-        columns = [_floats(rows.ints(column)[at[fed]]) for column in _COLUMNS]
+        columns: dict[str, npt.ArrayLike] = {one: _floats(rows.ints(one)[at[fed]]) for one in _MEASURED}
         codes, modes = rows.names("mode")
-        prefill = (
-            codes[at[fed]] == modes.index("prefill") if "prefill" in modes else np.zeros(len(fed), bool)
-        ).tolist()
-        steps, wanted = rows.ints("step")[at[fed]].tolist(), demand[fed].tolist()
-        for i, values in enumerate(zip(steps, wanted, prefill, *columns, strict=True)):
-            step, value, is_prefill, written, reqs, tokens, waiting_reqs, waiting_tokens = values
-            running, queued = work.update(
-                value,
-                prefill=is_prefill,
-                write_entries=written,
-                resident_reqs=reqs,
-                resident_tokens=tokens,
-                waiting_reqs=waiting_reqs,
-                waiting_tokens=waiting_tokens,
-            )
-            horizon.update(step, value, running, queued)
-            states[0, i], states[1, i], states[2, i] = horizon.expected, horizon.rise, horizon.recent_high
+        prefill = codes[at[fed]] == modes.index("prefill") if "prefill" in modes else np.zeros(len(fed), bool)
+        columns |= {"step": rows.ints("step")[at[fed]], "demand": demand[fed], "prefill": prefill}
+        states = estimator.feed(columns)
         # Rows that were not fed are as the one before.
         last = np.maximum(np.searchsorted(fed, np.arange(len(at)), side="right") - 1, 0)
-        likely = probability(states[0], states[1], states[2], limit[fed].astype(np.float64))[last]
+        likely = states.probability(limit[fed].astype(np.float64))[last]
         ceiling = self._bounds.ceiling(name)
-        return likely if ceiling is None else np.where(ceiling <= limit, 0.0, likely), states[0][last]
+        return likely if ceiling is None else np.where(ceiling <= limit, 0.0, likely), states.expected[last]
 
 
-_COLUMNS: Final = ("write_entries", "resident_reqs", "resident_tokens", "waiting_reqs", "waiting_tokens")
+_MEASURED: Final = tuple(name for name in COLUMNS if name not in ("step", "demand", "prefill"))
 _CRITICAL: Final = LADDER.index("critical")
 _BREACHED: Final = LADDER.index("breached")
 
 
-def _levels(utilization: Floats, likely: Floats, factor: float, critical: float) -> Ints:
-    return np.select(
-        [utilization > factor, likely >= critical, utilization >= factor * WARNING_UTILIZATION], [3, 2, 1], default=0
-    )
+def _levels(utilization: Floats, claimed: Flags, factor: float) -> Ints:
+    return np.select([utilization > factor, claimed, utilization >= factor * WARNING_UTILIZATION], [3, 2, 1], default=0)
 
 
-def _floats(values: Ints) -> list[float]:
-    floats: list[float] = np.where(values == NOT_MEASURED, math.nan, values).tolist()
-    return floats
+def _floats(values: Ints) -> Floats:
+    return np.where(values == NOT_MEASURED, math.nan, values)
 
 
 def _fed(steps: Ints, demand: Ints) -> Ints:

@@ -1,12 +1,14 @@
-"""When will a capacity break? Pure functions over arrays, for a recorded series and for a live one alike.
+"""When will a capacity break, as files tell it? Pure functions over the rows of a recorded series.
 
-Two things announce a breach: running plus admissible queued work that cannot fit, and a slope that reaches the limit
-within the horizon. A slope is trusted no further ahead than `TRUST` times as long as it has been seen, only when it
-leads to a level that the series has not been at before (a sawtooth below the limit is not a ramp), and never past what
-the engine's own settings or its pool allow. Where the queue is known, running plus queued work has to rise too: a burst
-that is already here raises demand while its prompts are taken in, and then stops.
+Three things announce a breach. For the capacities that the estimator is calibrated for, its claim, by the rule that the
+live monitor goes by. For all, what the last row makes certain: running work that cannot fit, or a queued request that
+never will. For the others, what is queued, or a slope that reaches the limit within the horizon.
 
-Nothing here is calibrated: there are no probabilities and no intervals.
+A slope is trusted no further ahead than `TRUST` times as long as it has been seen, only when it leads to a level that
+the series has not been at before (a sawtooth below the limit is not a ramp), and never past what the engine's own
+settings or its pool allow. Where the queue is known, running plus queued work has to rise too: a burst that is already
+here raises demand while its prompts are taken in, and then stops. Where the estimator claims a breach, a slope only
+says more closely when.
 """
 
 from __future__ import annotations
@@ -18,18 +20,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcanary_trace.pressure.capacities import BY_ID
+from kvcanary_trace.pressure.estimator import claims, outlook_after, states_over
+from kvcanary_trace.pressure.horizon import Outlook
+from kvcanary_trace.pressure.horizon_table import CALIBRATED
 from kvcanary_trace.pressure.severity import HORIZON_STEPS, WARNING_UTILIZATION
 from kvcanary_trace.pressure.work import Bounds, Committed, Load, committed, current_load, work_load
 
 __all__ = ["Bounds", "Forecast", "Load", "Trend", "announced_steps", "forecast", "trend"]
 
-Cause: TypeAlias = Literal["running", "queued", "never-fits", "trend"]
+Cause: TypeAlias = Literal["running", "likely", "queued", "never-fits", "trend"]
 
 TRUST: Final = 2.0  # steps ahead for each step seen
 WINDOWS_STEPS: Final = (500, 128, 32)
 _MIN_POINTS: Final = 8
 _MIN_RISE: Final = 0.02  # utilisation gained over the window; less is noise
 _MIN_T: Final = 4.0  # slope over its standard error, autocorrelation accounted for
+_DECILE: Final = 1.2816  # standard errors from the middle to 10 % and 90 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,8 @@ class Trend:
     level: float  # utilisation now, on the fitted line
     seen_steps: float  # how long it has been seen
     steps_to_limit: float
+    soonest: float  # 10 % and 90 % of the steps to the limit, from the slope's standard error
+    latest: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,8 @@ class Forecast:
 
     Attributes:
         cause: What announces a breach, or None where nothing does.
-        steps: Steps until then, or None where the cause does not tell.
+        steps, low, high: Steps until then, and 10 % and 90 % of them; None where the cause does not tell.
+        outlook: What the estimator expects; None where it is not calibrated for the capacity.
         committed: What running and queued work will want.
         trend: The slope, if it leads to the limit in time.
         ceiling: The most that settings or pool allow, or None where unknown.
@@ -57,6 +66,9 @@ class Forecast:
 
     cause: Cause | None
     steps: float | None
+    low: float | None
+    high: float | None
+    outlook: Outlook | None
     committed: Committed
     trend: Trend | None
     ceiling: float | None
@@ -103,64 +115,114 @@ def _fit(x: NDArray[np.float64], y: NDArray[np.float64], earlier_peak: float) ->
         return None
     residual = dy - slope * dx
     variance = float(residual @ residual)
+    error = 0.0
     if variance > 1e-12 * n:
         rho = min(0.99, max(0.0, float(residual[1:] @ residual[:-1]) / variance))
         effective = max(3.0, n * (1 - rho) / (1 + rho))
-        error = np.sqrt(variance / n / effective) / (np.sqrt(dx @ dx / n))
+        error = float(np.sqrt(variance / n / effective) / np.sqrt(dx @ dx / n))
         if slope < _MIN_T * error:
             return None
     steps_to_limit = max(0.0, (1.0 - level) / slope)
     if steps_to_limit > min(float(HORIZON_STEPS), TRUST * span):
         return None
-    return Trend(slope, level, span, steps_to_limit)
+    room, spread = max(0.0, 1.0 - level), _DECILE * error
+    return Trend(slope, level, span, steps_to_limit, room / (slope + spread), room / (slope - spread))
 
 
-def forecast(capacity: str, load: Load, bounds: Bounds, *, earlier_peak: float = 0.0) -> Forecast:
+def forecast(
+    capacity: str, load: Load, bounds: Bounds, *, history: Load | None = None, earlier_peak: float = 0.0
+) -> Forecast:
     """What the rows up to the last one announce.
 
     Args:
         capacity: Id of `CAPACITIES`.
         load: The recent rows of one series: at least 500 steps where there are as many.
         bounds: What the engine's settings allow.
+        history: The same with the rows before them that the estimator remembers; `load` alone where None.
         earlier_peak: Highest utilisation before `load` begins.
     """
+    outlook = outlook_after(capacity, load if history is None else history, bounds)
+    claimed = outlook is not None and bool(
+        claims(capacity, outlook.probability or 0.0, load.demand[-1] / load.limit[-1])
+    )
+    return _forecast(capacity, load, bounds, outlook, claimed, earlier_peak)
+
+
+def announced_steps(capacity: str, load: Load, bounds: Bounds, *, earlier_peak: float = 0.0, most: int = 512) -> int:
+    """For how many steps before the end of `load` a breach was announced without a break, causally: rows of later
+    steps are not looked at. `most` rows are looked at; what was before `load`, the estimator does not know.
+    """
+    if not len(load):
+        return 0
+    claimed = _claimed(capacity, load, bounds) if capacity in CALIBRATED else np.zeros(len(load), np.bool_)
+    announced = end = float(load.step[-1]) + 1
+    for row in range(len(load) - 1, max(0, len(load) - most) - 1, -1):
+        # Where the estimator claims a breach, nothing else has to be asked.
+        if (
+            not claimed[row]
+            and _forecast(capacity, load.until(row + 1), bounds, None, False, earlier_peak).cause is None
+        ):
+            break
+        announced = float(load.step[row])
+    return int(end - announced)
+
+
+def _claimed(capacity: str, load: Load, bounds: Bounds) -> NDArray[np.bool_]:
+    """[rows] whether the estimator claimed a breach after each row."""
+    likely = states_over(capacity, load).probability(load.limit)
+    ceiling = bounds.ceiling(capacity)
+    if ceiling is not None:
+        likely = np.where(ceiling <= load.limit, 0.0, likely)
+    return claims(capacity, likely, load.demand / load.limit)
+
+
+def _forecast(
+    capacity: str, load: Load, bounds: Bounds, outlook: Outlook | None, claimed: bool, earlier_peak: float
+) -> Forecast:
     work = committed(capacity, load, bounds)
     limit = float(load.limit[-1])
     ceiling = _ceiling(capacity, load, bounds)
     used: Literal["queue", "rows"] = "queue" if load.knows_queue else "rows"
 
-    def result(cause: Cause | None, steps: float | None = None, found: Trend | None = None) -> Forecast:
-        return Forecast(cause, steps, work, found, ceiling, used)
+    def result(
+        cause: Cause | None,
+        steps: float | None = None,
+        low: float | None = None,
+        high: float | None = None,
+        found: Trend | None = None,
+    ) -> Forecast:
+        return Forecast(cause, steps, low, high, outlook, work, found, ceiling, used)
 
+    later = (None, None) if outlook is None else (outlook.low, outlook.high)
     if work.running > limit:
-        return result("running", 1.0)
-    if work.likely > limit:
-        return result("queued")
+        return result("running", 1.0, 1.0, later[1])
     if np.isfinite(work.never_fits):
-        return result("never-fits")
-    if not BY_ID[capacity].trended or (ceiling is not None and ceiling <= limit):
+        return result("never-fits", None if outlook is None else outlook.steps, *later)
+    calibrated = capacity in CALIBRATED
+    if work.likely > limit and not calibrated:
+        return result("queued")
+    if calibrated and not claimed:
         return result(None)
+    found = _rise(capacity, load, ceiling, earlier_peak)
+    if found is not None:
+        return result("likely" if claimed else "trend", found.steps_to_limit, found.soonest, found.latest, found)
+    if outlook is not None and claimed:
+        return result("likely", outlook.steps, *later)
+    return result(None)
+
+
+def _rise(capacity: str, load: Load, ceiling: float | None, earlier_peak: float) -> Trend | None:
+    """The slope that leads past the limit, where settings and pool let it and work rises as well."""
+    if not BY_ID[capacity].trended or (ceiling is not None and ceiling <= load.limit[-1]):
+        return None
     steps, utilization = _per_step(load.step, current_load(capacity, load) / load.limit)
     found = trend(steps, utilization, earlier_peak)
     if found is None:
-        return result(None)
+        return None
     work_rises = work_load(capacity, load)
     if work_rises is not None and trend(*_per_step(load.step, work_rises / load.limit)) is None:
-        return result(None)
-    return result("trend", found.steps_to_limit, found)
-
-
-def announced_steps(capacity: str, load: Load, bounds: Bounds, *, earlier_peak: float = 0.0, most: int = 512) -> int:
-    """For how many steps before the end of `load` a breach was announced without a break, causally: rows of later
-    steps are not looked at. `most` rows are looked at.
-    """
-    announced = float(load.step[-1]) + 1 if len(load) else 0.0
-    end = announced
-    for rows in range(len(load), max(0, len(load) - most), -1):
-        if forecast(capacity, load.until(rows), bounds, earlier_peak=earlier_peak).cause is None:
-            break
-        announced = float(load.step[rows - 1])
-    return int(end - announced)
+        return None
+    return found
 
 
 def _ceiling(capacity: str, load: Load, bounds: Bounds) -> float | None:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from kvcanary_trace.pressure.horizon_table import CALIBRATED, HIGH_NODES, LOGITS, ROOM_NODES, STEPS
 from kvcanary_trace.pressure.severity import HORIZON_STEPS
+from kvcanary_trace.pressure.work import SHARING_SEEN
 
 __all__ = ["BLOCK_STEPS", "MEMORY_STEPS", "Horizon", "Outlook", "WorkRows", "high_of", "probability", "room_of"]
 
@@ -108,7 +109,7 @@ class Horizon:
         self.expected = self.recent_high = 0.0
         self.rise = math.sqrt(self._squares)
 
-    def update(self, step: int, demand: float, running: float, queued: float = 0.0) -> None:
+    def update(self, step: int, demand: float, running: float, queued: float = 0.0, fits: float = math.inf) -> None:
         """Take in one row. Rows of one step may follow each other; a step that goes back is a restart.
 
         Args:
@@ -116,6 +117,7 @@ class Horizon:
             demand: Of this row; NaN is skipped.
             running: What all running work demands, this row's included.
             queued: What queued work would add.
+            fits: As much of it as the engine has room for; it counts until it was seen how much of a queue joins.
         """
         if demand != demand:
             return
@@ -138,8 +140,11 @@ class Horizon:
             self._part_high = running
         if not self._samples and self._blocks:
             self.rise = max(self.rise, self.recent_high - self._blocks[0][0])
-        joining = 1.0 if self._queued <= 0.0 else min(1.0, self._joined / self._queued)
-        self.expected = running + joining * queued
+        if self._queued > 0.0:
+            joining = min(1.0, self._joined / self._queued) * queued
+        else:
+            joining = fits if fits < queued else queued
+        self.expected = running + joining
 
     def _close(self, block: int) -> None:
         """A block is over. Blocks without rows are as the one before."""
@@ -277,3 +282,20 @@ class WorkRows:
         else:
             self._running += write_entries if goes_on else write_entries + demand
         return max(self._running, demand), 0.0
+
+    def pool_fits(
+        self, waiting_reqs: float, waiting_tokens: float, resident_tokens: float, free_slots: float, used_slots: float
+    ) -> float:
+        """How much queued work the pool's free slots take in, sharing as now; infinite where that is unknown."""
+        if free_slots != free_slots:
+            return math.inf
+        free_slots = max(0.0, free_slots)
+        if self._capacity == "kv_pool":
+            return free_slots
+        sharing = resident_tokens / used_slots if used_slots > 0.0 and resident_tokens > used_slots else 1.0
+        if self._capacity == "verify":
+            # Once prefixes are shared, queued prompts may cost no slots at all.
+            return math.inf if sharing >= SHARING_SEEN else self._per_token * free_slots * sharing
+        if self._capacity == "write_req" and waiting_reqs > 0.0 and waiting_tokens > 0.0:
+            return math.ceil(free_slots * sharing * waiting_reqs / waiting_tokens)
+        return math.inf

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bounds", "Committed", "Load", "committed", "current_load", "work_load"]
+__all__ = ["SHARING_SEEN", "Bounds", "Committed", "Load", "committed", "current_load", "work_load"]
 
 Floats: TypeAlias = NDArray[np.float64]
 

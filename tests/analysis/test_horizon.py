@@ -155,9 +155,9 @@ def _outlooks(root: Path) -> list[Any]:
     """What the analysis expects of verify."""
     seen: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        from kvcanary_trace.analysis import capacity_findings
+        from kvcanary_trace.pressure import forecast as module
 
-        real = capacity_findings.outlook_after
+        real = module.outlook_after
 
         def spy(capacity: str, *arguments: Any) -> Any:
             found = real(capacity, *arguments)
@@ -165,7 +165,7 @@ def _outlooks(root: Path) -> list[Any]:
                 seen.append(found)
             return found
 
-        patch.setattr(capacity_findings, "outlook_after", spy)
+        patch.setattr(module, "outlook_after", spy)
         analyze(root)
     return seen
 
