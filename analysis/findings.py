@@ -23,9 +23,8 @@ class Breach:
     """A breach to come; null where nothing is known.
 
     `probability` is that of a breach within 500 steps, from the calibrated estimator. `low` and `high` are 10 % and
-    90 % of the steps until it, should it come; with a trend, which says when by itself, they are null. `used` is what
-    it was told from: `queue`, running and waiting work as the engine gave it, or `rows`, running work rebuilt from
-    demand.
+    90 % of the steps until it, should it come: the estimator's, or those of a slope that says when. `used` is what it
+    was told from: `queue`, running and waiting work as the engine gave it, or `rows`, running work rebuilt from demand.
     """
 
     steps: int | None = None
