@@ -39,6 +39,9 @@ COMMANDS: Final = {
 }
 """Command → the module with a function of that name."""
 
+ALIASES: Final = {"whatif": "what-if"}
+"""Other spellings that people type; the help lists the first one alone."""
+
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "lint": {"ignore_unknown_options": True},  # its arguments are another program's options
     "run": {"ignore_unknown_options": True, "allow_interspersed_args": False},  # after the program all is its
@@ -52,6 +55,7 @@ class _LazyGroup(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        cmd_name = ALIASES.get(cmd_name, cmd_name)
         if cmd_name not in COMMANDS:
             return None
         one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcanary_trace.cli import COMMANDS
+from kvcanary_trace.cli import ALIASES, COMMANDS
 
 CSV = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
 
@@ -59,6 +59,14 @@ def test_each_command_has_help(command: str, tmp_path: Path) -> None:
     done = run(command, "--help", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Usage" in done.stdout
+
+
+def test_other_spellings_are_the_same_command(tmp_path: Path) -> None:
+    """And the help does not list them twice."""
+    for other, command in ALIASES.items():
+        asked, named = (run(name, "--help", cwd=tmp_path).stdout.split() for name in (other, command))
+        assert asked[5:] == named[5:] and asked[4] == other
+        assert other not in run("--help", cwd=tmp_path).stdout
 
 
 def test_completion_offers_commands_and_options(tmp_path: Path) -> None:

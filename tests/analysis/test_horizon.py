@@ -15,6 +15,7 @@ from kvcanary_trace.analysis import analyze
 from kvcanary_trace.analysis.dataset import open_dataset
 from kvcanary_trace.analysis.history import read_loads_and_history
 from kvcanary_trace.analysis.result import read_series
+from kvcanary_trace.pressure.estimator import claim_probability, claims
 from kvcanary_trace.pressure.horizon import Horizon, WorkRows, probability
 
 LIMIT = 1000.0
@@ -210,3 +211,52 @@ def test_ranks_runners_and_groups_have_their_own(tmp_path: Path) -> None:
                 )  # fmt: skip
     assert {(one.runner, one.group) for one in told} == {("draft", "full")}
     assert told[-1].after == "breached" and "critical" in {one.after for one in told}
+
+
+@pytest.mark.parametrize(
+    ("capacity", "queue", "fits"),
+    [
+        ("verify", (2, 600, 400, 100, 400), 100),
+        ("verify", (2, 600, 400, 0, 400), 0),
+        ("verify", (2, 600, 800, 100, 400), math.inf),  # two tokens a slot: prefixes are shared
+        ("verify", (2, 600, 400, math.nan, math.nan), math.inf),
+        ("write_req", (3, 600, 400, 250, 400), 2),
+        ("write_req", (3, math.nan, 400, 250, 400), math.inf),
+        ("kv_pool", (3, 600, 400, 250, 400), 250),
+    ],
+)
+def test_a_queue_counts_as_far_as_the_pool_has_room(capacity: str, queue: tuple[float, ...], fits: float) -> None:
+    """Waiting requests, their tokens, resident tokens, free and used slots; what nobody knows bounds nothing."""
+    assert WorkRows(capacity).pool_fits(*queue) == fits
+
+
+def test_a_queue_before_a_full_pool_is_no_breach_to_come() -> None:
+    """The same queue is one where the pool has room for it."""
+    full, roomy = Horizon("verify"), Horizon("verify")
+    full.update(0, 100.0, 100.0, 5000.0, 50.0)
+    roomy.update(0, 100.0, 100.0, 5000.0, math.inf)
+    assert full.expected == 150 and roomy.expected == 5100
+    assert likely(full) < 0.06 < likely(roomy)
+
+
+def test_a_pool_is_critical_when_it_is_full_and_retraction_is_likely() -> None:
+    """Other capacities at their probability, however full."""
+    sure, idle = claim_probability("kv_pool") + 0.01, claim_probability("verify") / 2
+    assert claims("kv_pool", [sure, sure, 0.0], [0.98, 0.99, 1.0]).tolist() == [False, True, False]
+    assert claims("verify", [0.06, idle], [0.1, 0.99]).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["queue", "rows"])
+@pytest.mark.parametrize("level", [300, 700, 880, 985])
+def test_live_and_files_give_one_severity(tmp_path: Path, told: bool, level: float) -> None:
+    """The monitor's last word on a run is what `analyze` says of its files, where no earlier claim still stands."""
+    heard: list[Any] = []
+    demand = walk(np.random.default_rng(int(level)), 900, level, 1.5)
+    with kv_canary.trace(tmp_path, on_pressure=heard.append) as session:
+        for step, value in enumerate(demand.astype(int).tolist()):
+            queue = {"resident_tokens": value, "waiting_tokens": 0} if told else {}
+            session.record(step=step, mode="decode", verify_demand=value, verify_capacity=1000, **queue)
+    assert session.stats.complete and demand.max() <= 1000
+    live = [one.after for one in heard if one.capacity.id == "verify"]
+    (found,) = [one for one in analyze(tmp_path).findings if one.capacity == "verify"]
+    assert found.severity == (live[-1] if live else "info")
