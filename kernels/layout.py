@@ -7,7 +7,7 @@ the other's launchers). The probe row is ours. Nothing here imports torch.
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 WORD_BYTES: Final = 8
 
@@ -182,3 +182,50 @@ class ProbeWord(IntEnum):
 
 PROBE_WORDS: Final = 32
 """Row width: a power of two, so that rows never straddle more cache lines than they must."""
+
+# --- how far a device has got: one word in host memory, readable after the device has died ---------------------------
+
+
+class Phase(IntEnum):
+    """What a launch of ours or of the engine's canary does."""
+
+    PLAN = 0
+    VERIFY = 1
+    WRITE = 2
+
+
+_RUNNER_SHIFT: Final = 2
+_GROUP_SHIFT: Final = 3
+PROGRESS_SHIFT: Final = 8
+"""A progress word is `step << PROGRESS_SHIFT | progress_code(...)`; NOT_MEASURED until the first phase is over."""
+
+
+def progress_code(runner: int, group: int, phase: int) -> int:
+    """The low bits of a progress word."""
+    return group << _GROUP_SHIFT | runner << _RUNNER_SHIFT | phase
+
+
+class Progress(NamedTuple):
+    """The last phase that a device completed."""
+
+    step: int
+    runner: Runner
+    group: Group
+    phase: Phase
+
+    @classmethod
+    def of(cls, word: int) -> Progress | None:
+        """Read a progress word; None where no phase has been marked."""
+        if word == NOT_MEASURED:
+            return None
+        return cls(
+            word >> PROGRESS_SHIFT,
+            Runner(word >> _RUNNER_SHIFT & 1),
+            Group(word >> _GROUP_SHIFT & 1),
+            Phase(word & (1 << _RUNNER_SHIFT) - 1),
+        )
+
+    def __str__(self) -> str:
+        names = (self.phase.name, self.group.name, self.runner.name)
+        phase, group, runner = (name.lower() for name in names)
+        return f"{phase} of step {self.step:,}, group {group}, {runner}"

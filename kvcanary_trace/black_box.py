@@ -21,16 +21,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+
+from kvcanary_trace.kernels.layout import NOT_MEASURED, Progress
 
 from . import runfile
 from .errors import DatasetError, SettingError
 from .ring import ROW_WORDS, Words
 from .schema import SCHEMA_VERSION
 
-__all__ = ["SHM", "BlackBox", "Box", "Half", "RingFile", "find_boxes"]
+__all__ = ["SHM", "BlackBox", "Box", "Half", "RingFile", "RingMemory", "find_boxes"]
 
 SHM: Final = Path("/dev/shm")
 FOLDER: Final = "kvcanary-trace"
@@ -58,6 +60,14 @@ class HeaderWord(IntEnum):
     CREATED_NS = 7  # Unix time
     MONOTONIC_NS = 8  # of the same moment: rows of a host carry Unix time, durations are of this clock
     BY_DEVICE = 9  # 1 where a device publishes: it invalidates the row after each that it publishes
+    PROGRESS = 10  # written by that device: `layout.Progress`, or NOT_MEASURED
+
+
+class RingMemory(NamedTuple):
+    """Memory of one ring of a box, one behind the other: [512] int64 of header, [rows, 32] int64 of rows."""
+
+    header: Words
+    rows: Words
 
 
 class BlackBox:
@@ -102,8 +112,8 @@ class BlackBox:
         except OSError as error:
             raise SettingError(f"black_box=True cannot write to {self.path}: {error.strerror}") from None
 
-    def ring(self, half: Half, number: int, rows: int, *, by_device: bool = False) -> Words:
-        """A new ring's memory: [rows, 32] int64, zero, all of it really there.
+    def ring(self, half: Half, number: int, rows: int, *, by_device: bool = False) -> RingMemory:
+        """A new ring's memory, its rows zero, all of it really there.
 
         Raises:
             OSError: it does not fit, or the folder is gone. Nothing is left behind.
@@ -131,9 +141,10 @@ class BlackBox:
             time.time_ns(),
             time.monotonic_ns(),
             by_device,
+            NOT_MEASURED,
         )
         header[HeaderWord.MAGIC] = MAGIC  # last: a reader that sees it sees the rest
-        return words[HEADER_BYTES // 8 :].reshape(rows, ROW_WORDS)
+        return RingMemory(words[: HEADER_BYTES // 8], words[HEADER_BYTES // 8 :].reshape(rows, ROW_WORDS))
 
     def add_message(self, text: str) -> None:
         """Keep an error's text; its number is its line. Errors are rare: this is the one file that grows."""
@@ -176,6 +187,7 @@ class RingFile:
     half: Half
     number: int
     by_device: bool
+    progress: Progress | None  # of the device that publishes, where it marks its phases
     words: Words  # [rows, 32] int64; changes while its process lives
 
 
@@ -253,7 +265,8 @@ def _map(path: Path) -> RingFile | None:
     rows = int(words[HeaderWord.ROWS])
     body = words[HEADER_BYTES // 8 :][: rows * ROW_WORDS].reshape(rows, ROW_WORDS)
     by_device = bool(words[HeaderWord.BY_DEVICE])
-    return RingFile(path, half, int(words[HeaderWord.NUMBER]), by_device, body)  # type: ignore[arg-type]
+    progress = Progress.of(int(words[HeaderWord.PROGRESS])) if by_device else None
+    return RingFile(path, half, int(words[HeaderWord.NUMBER]), by_device, progress, body)  # type: ignore[arg-type]
 
 
 def find_boxes(root: Path | None = None) -> list[Box]:

@@ -99,6 +99,7 @@ SETTINGS: Final = (
     Setting("write_entry_capacity", _optional(_integer(1, 1 << 62)), "an integer from 1", None),
     Setting("nvtx", _switch, "1, 0, true, false, on, off, yes or no", True),
     Setting("device_rows", _switch, "1, 0, true, false, on, off, yes or no", False),
+    Setting("device_times", _switch, "1, 0, true, false, on, off, yes or no", False),
     Setting("black_box", _switch, "1, 0, true, false, on, off, yes or no", False),
     Setting("pressure", _switch, "1, 0, true, false, on, off, yes or no", True),
     Setting("otel", _otel, "auto, 1, 0, true, false, on, off, yes or no", None),

@@ -7,6 +7,9 @@ long as the session, because captured graphs keep the addresses.
 Outside a capture a row is published when its step ends or its group is planned again. Inside one nobody can tell which
 launch will be the last, so the last one of the group's forward before is taken for it; a graph that is captured without
 any forward before publishes after each write, and the ring then has rows of one key that only the last of is whole.
+
+Where device times are asked for, a mark stands before and after each launch: the row then has durations, and a word in
+host memory says which phase the device completed last, which is all that is known of a step in which it dies.
 """
 
 from __future__ import annotations
@@ -18,13 +21,16 @@ import numpy as np
 import torch
 
 from kvcanary_trace.kernels.hooks import Call, PlanCall, WriteCall
-from kvcanary_trace.kernels.layout import NOT_MEASURED, PROBE_WORDS, ProbeWord
+from kvcanary_trace.kernels.layout import NOT_MEASURED, PROBE_WORDS, Phase, ProbeWord, Progress
 
 from . import names
+from .black_box import HeaderWord
 from .ring import RingReader, Words
 
 if TYPE_CHECKING:
     from kvcanary_trace.kernels.buffers import VerifyOrWriteContext
+
+    from .black_box import RingMemory
 
 _log: Final = logging.getLogger(names.LOGGER)
 
@@ -46,9 +52,12 @@ _OF_LAUNCHES: Final = (
 class _Group:
     """Device memory and bookkeeping of one (runner, group)."""
 
-    __slots__ = ("context", "last", "last_launch", "plans", "scratch", "state")
+    __slots__ = ("context", "group", "last", "last_launch", "marked", "plans", "runner", "scratch", "state")
 
-    def __init__(self, device: torch.device, state_words: int) -> None:
+    def __init__(self, device: torch.device, state_words: int, runner: int, group: int) -> None:
+        self.runner = runner
+        self.group = group
+        self.marked = False  # whether a mark stands before the launch to come
         self.scratch = torch.zeros(PROBE_WORDS, dtype=torch.int64, device=device)
         self.state = torch.full((state_words,), -1, dtype=torch.int64, device=device)
         self.plans: tuple[Any, Any] | None = None  # of the row that waits to be published
@@ -60,14 +69,23 @@ class _Group:
 class DeviceRecorder:
     """One device's rows. `reader` belongs to the drain thread, the rest to the thread that launches."""
 
-    def __init__(self, device: torch.device, number: int, ring_rows: int, words: Words | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        number: int,
+        ring_rows: int,
+        memory: RingMemory | None = None,
+        *,
+        timed: bool = False,
+    ) -> None:
         """Allocate; not inside a capture.
 
         Args:
             device: Where the launches run.
             number: Of the ring, for the `seq` column.
             ring_rows: Rows of 256 bytes.
-            words: [ring_rows, 32] int64 of page-aligned shared memory to keep the ring in; pinned memory when None.
+            memory: Page-aligned shared memory to keep the ring in; pinned memory when None.
+            timed: Whether to mark the device's time before and after each launch.
 
         Raises:
             RuntimeError: the shared memory cannot be registered with the device.
@@ -84,12 +102,16 @@ class DeviceRecorder:
         self._cell_views = tuple(self._cells.split(1))  # type: ignore[no-untyped-call]
         self._next_cell = 0
         self._published = torch.zeros(1, dtype=torch.int64, device=device)
-        if words is None:
+        self.timed = timed
+        if memory is None:
             self._ring = torch.zeros(ring_rows, PROBE_WORDS, dtype=torch.int64, pin_memory=pinned)
+            self._progress = torch.full((1,), NOT_MEASURED, dtype=torch.int64, pin_memory=pinned)
         else:
-            self._ring = torch.from_numpy(words)
+            self._ring = torch.from_numpy(memory.rows)
+            self._progress = torch.from_numpy(memory.header[HeaderWord.PROGRESS :][:1])
             if pinned:
-                _register(self._ring)
+                _register(memory)
+        self._progress_words = self._progress.numpy()
         self._no_violations = torch.zeros(1, dtype=torch.int32, device=device)
         self._groups: dict[tuple[int, int], _Group] = {}
         self._violations = 0
@@ -107,6 +129,21 @@ class DeviceRecorder:
         self._cell_words[at] = -1 if number is None else number
         self._step.copy_(self._cell_views[at], non_blocking=True)
 
+    def before_plan(self, runner: int, group: int) -> None:
+        """Mark the time, where times are asked for; a group's first plan is not timed, its memory comes after it."""
+        mine = self._groups.get((runner, group))
+        if mine is not None and self.timed:
+            self._publish(mine)
+            self._record.mark(mine.state)
+            mine.marked = True
+
+    def before_launch(self, call: Call) -> None:
+        """Mark the time before a verify or write launch, where times are asked for."""
+        mine = self._group_of(call[1]) if self.timed else None
+        if mine is not None:
+            self._record.mark(mine.state)
+            mine.marked = True
+
     def after_plan(self, call: PlanCall, runner: int, group: int) -> None:
         """Probe a plan that has just been launched."""
         key = (runner, group)
@@ -120,28 +157,44 @@ class DeviceRecorder:
                         "run one forward eagerly first, inside the session"
                     )
                 return
-            mine = self._groups[key] = _Group(self.device, self._record.STATE_WORDS)
+            mine = self._groups[key] = _Group(self.device, self._record.STATE_WORDS, runner, group)
+            if self.timed:
+                self._compile_marks(mine)
         else:
             self._publish(mine)
             mine.last = mine.last_launch
         mine.plans = (call.verify_plan_out, call.write_plan_out)
         mine.context = mine.last_launch = None
         self._record.probe(
-            call, step=self._step, state=mine.state, scratch=mine.scratch, runner=runner, group=group, kind=0
+            call,
+            step=self._step,
+            state=mine.state,
+            scratch=mine.scratch,
+            runner=runner,
+            group=group,
+            kind=0,
+            marked=mine.marked,
         )
+        mine.marked = False
 
     def after_launch(self, call: Call) -> None:
         """Note a verify or write launch; inside a capture, publish after the one that is taken for the last."""
         context, plan = call  # type: ignore[misc]
-        for mine in self._groups.values():
-            if mine.plans is not None and any(plan is one for one in mine.plans):
-                mine.context = context
-                mine.last_launch = (type(call), int(context.kernel_kind))
-                if self._capturing() and (
-                    mine.last_launch == mine.last if mine.last is not None else isinstance(call, WriteCall)
-                ):
-                    self._publish(mine, keep=mine.last is None)
-                return
+        mine = self._group_of(plan)
+        if mine is None:
+            return
+        if mine.marked:
+            mine.marked = False
+            phase = Phase.WRITE if isinstance(call, WriteCall) else Phase.VERIFY
+            self._record.span(
+                mine.state, mine.scratch, self._progress, runner=mine.runner, group=mine.group, phase=phase
+            )
+        mine.context = context
+        mine.last_launch = (type(call), int(context.kernel_kind))
+        if self._capturing() and (
+            mine.last_launch == mine.last if mine.last is not None else isinstance(call, WriteCall)
+        ):
+            self._publish(mine, keep=mine.last is None)
 
     def end_step(self) -> None:
         """Publish the rows of an eager step."""
@@ -156,7 +209,27 @@ class DeviceRecorder:
             if self.device.type == "cuda":
                 _wait_for(torch.cuda.current_stream(self.device), _CLOSE_TIMEOUT_S)
         except RuntimeError as error:
-            _log.warning("the device no longer answers, rows published before are kept: %s", error)
+            got = self.progress
+            where = f", it completed the {got} last" if got is not None else ""
+            _log.warning("the device no longer answers%s; rows published before are kept: %s", where, error)
+
+    @property
+    def progress(self) -> Progress | None:
+        """The last phase that the device completed, as far as it marks them; readable after the device has died."""
+        return Progress.of(int(self._progress_words[0]))
+
+    def _group_of(self, plan: object) -> _Group | None:
+        """The group whose row waits for launches with this plan."""
+        for mine in self._groups.values():
+            if mine.plans is not None and any(plan is one for one in mine.plans):
+                return mine
+        return None
+
+    def _compile_marks(self, mine: _Group) -> None:
+        """Launch each mark once, before any capture; the probe overwrites what they leave, and nobody reads it."""
+        self._record.mark(mine.state)
+        nowhere = mine.state[-1:]
+        self._record.span(mine.state, mine.scratch, nowhere, runner=mine.runner, group=mine.group, phase=Phase.VERIFY)
 
     def _publish(self, mine: _Group, *, keep: bool = False) -> None:
         if mine.plans is None:
@@ -195,12 +268,13 @@ class DeviceRecorder:
         return int(np.maximum(self._ring.numpy()[:, ProbeWord.SEQ_END], 0).max(initial=0))
 
 
-def _register(tensor: torch.Tensor) -> None:
-    """Let the device write to a tensor's host memory, for the rest of the process: captured graphs keep the address."""
+def _register(memory: RingMemory) -> None:
+    """Let the device write to a ring's shared memory, for the rest of the process: captured graphs keep the address."""
     portable_and_mapped = 3
-    status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, portable_and_mapped)  # type: ignore[no-untyped-call]
+    size = memory.header.nbytes + memory.rows.nbytes
+    status = torch.cuda.cudart().cudaHostRegister(memory.header.ctypes.data, size, portable_and_mapped)  # type: ignore[no-untyped-call]
     if int(status) != 0:
-        raise RuntimeError(f"cudaHostRegister of {tensor.nbytes >> 20} MiB of shared memory failed with {int(status)}")
+        raise RuntimeError(f"cudaHostRegister of {size >> 20} MiB of shared memory failed with {int(status)}")
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -112,8 +112,9 @@ class Lane:
         self.session = session
         self.number = number
         self.thread = threading.current_thread()
-        self.device = Ring(session.ring_rows, session.ring_words("device", number), used_words=_DEVICE_WORDS)
-        self.host = Ring(session.ring_rows, session.ring_words("host", number), used_words=_HOST_WORDS)
+        device, host = session.ring_memory("device", number), session.ring_memory("host", number)
+        self.device = Ring(session.ring_rows, device and device.rows, used_words=_DEVICE_WORDS)
+        self.host = Ring(session.ring_rows, host and host.rows, used_words=_HOST_WORDS)
         self.publish_row = self.device.publish
         self.publish_half = self.host.publish
         self.device_reader = RingReader(self.device.words)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _KIND = int(ProbeWord.KIND)
 _TIME_NS = int(ProbeWord.TIME_NS)
+_RUNNER = int(ProbeWord.RUNNER)
 _GROUP = int(ProbeWord.GROUP)
 _BS = int(ProbeWord.BS)
 _VERIFY_PLANNED = int(ProbeWord.VERIFY_PLANNED)
@@ -82,7 +83,9 @@ class Details:
 class Observer:
     """A session's `hooks.LaunchObserver`. Called on whatever thread launches; each has its own lane."""
 
-    def __init__(self, session: Session, *, requests: bool, device_rows: bool = False) -> None:
+    def __init__(
+        self, session: Session, *, requests: bool, device_rows: bool = False, device_times: bool = False
+    ) -> None:
         self._session = session
         self._local = session.local
         self._requests = requests
@@ -90,6 +93,8 @@ class Observer:
         self._rings: dict[int, _WatchedRing] = {}
         self.recorded_devices = frozenset({"cuda"} if device_rows else ())
         """Types of devices that publish their own rows."""
+        self.device_times = device_times
+        """Whether they mark the time around each launch."""
         self.details = Details()
 
     def begin(self, call: Call) -> None:
@@ -107,6 +112,9 @@ class Observer:
                     self._watch(context)
                 if lane.ranges is not None:
                     self._push(lane, call)  # type: ignore[arg-type]
+                if self.device_times:
+                    for recorder in self._session.recorders:
+                        recorder.before_launch(call)
             lane.t0_ns = perf_counter_ns()
         except Exception as error:
             self._session.failed(error)
@@ -175,6 +183,10 @@ class Observer:
         if lane.ranges is not None:
             lane.ranges.push(names.PLAN, _GROUP_NAMES[group], _payload(row))
             lane.in_range = True
+        if self.device_times:
+            for recorder in self._session.recorders:
+                if recorder.device == call.verify_plan_out.enable.device:
+                    recorder.before_plan(row[_RUNNER], group)
 
     def _end_launch(self, lane: Lane, call: VerifyCall | WriteCall, spent_ns: int, error: BaseException | None) -> None:
         context, plan = call

@@ -45,6 +45,8 @@ class trace:
         nvtx: Whether to emit NVTX ranges when a tool listens.
         device_rows: Whether CUDA devices publish their rows themselves, from inside captured graphs too. Off by
             default: what its launches cost the host in eager steps has not been measured.
+        device_times: Whether devices that publish their rows mark the time before and after each launch, for the
+            durations of rows and, after a crash, for the phase that was completed last. Two tiny kernels a launch.
         black_box: Whether to keep the rings in `/dev/shm`, from where `kvcanary-trace recover` takes every published
             row after a crash, and where `kvcanary-trace watch` reads along.
         pressure: Whether to watch capacities while rows are drained, and log changes of their severity.
@@ -75,6 +77,7 @@ class trace:
         capacities: Sequence[Mapping[str, Any]] | None = None,
         nvtx: bool | None = None,
         device_rows: bool | None = None,
+        device_times: bool | None = None,
         black_box: bool | None = None,
         pressure: bool | None = None,
         on_pressure: Callback | None = None,
@@ -94,6 +97,7 @@ class trace:
             "write_entry_capacity": write_entry_capacity,
             "nvtx": nvtx,
             "device_rows": device_rows,
+            "device_times": device_times,
             "black_box": black_box,
             "pressure": pressure,
             "otel": otel,

@@ -17,7 +17,7 @@ from kvcanary_trace.kernels import hooks
 from kvcanary_trace.kernels.layout import ProbeWord
 
 from . import config, names, steps
-from .black_box import BlackBox, Half
+from .black_box import BlackBox, Half, RingMemory
 from .drain import Drain
 from .errors import SessionError
 from .lane import EMPTY_HALF, GROUPS, MODES, RUNNERS, Forward, Lane
@@ -25,7 +25,6 @@ from .listener import Callback, Listener
 from .monitor import Monitor
 from .observer import Details, Observer
 from .pressure.check import Shortfall, shortfalls
-from .ring import Words
 from .runfile import Run
 from .schema import NOT_MEASURED, ErrorCode, HostWord
 from .sinks import Sink
@@ -87,7 +86,10 @@ class Session:
         self._pid = os.getpid()
         self._close_lock = threading.Lock()
         self._observer = Observer(
-            self, requests=settings["detail"].value == "requests", device_rows=settings["device_rows"].value
+            self,
+            requests=settings["detail"].value == "requests",
+            device_rows=settings["device_rows"].value,
+            device_times=settings["device_times"].value,
         )
         self._listener = Listener(on_pressure) if on_pressure is not None else None
         self.monitor: Monitor | None = None
@@ -350,7 +352,8 @@ class Session:
             if is_capturing(device):
                 return None  # nothing may be allocated now; the first eager forward makes it
             number = next(self._lane_numbers)
-            made = DeviceRecorder(device, number, self.ring_rows, self.ring_words("device", number, by_device=True))
+            memory = self.ring_memory("device", number, by_device=True)
+            made = DeviceRecorder(device, number, self.ring_rows, memory, timed=self._observer.device_times)
             made.begin_step(step_number)
         except Exception as error:
             self._no_recorder = True
@@ -359,7 +362,7 @@ class Session:
         self.recorders.append(made)
         return made
 
-    def ring_words(self, half: Half, number: int, *, by_device: bool = False) -> Words | None:
+    def ring_memory(self, half: Half, number: int, *, by_device: bool = False) -> RingMemory | None:
         """Memory for a new ring: the black box's, or None for the process's own."""
         if self.black_box is None:
             return None
@@ -470,6 +473,9 @@ class Session:
             },
             "rows": {"steps": stats.steps, "violations": stats.violations, "requests": stats.requests},
             "last_step": stats.last_step,
+            "device_progress": {
+                str(recorder.device): str(recorder.progress) for recorder in self.recorders if recorder.progress
+            },
         }
 
     def _close_at_exit(self) -> None:

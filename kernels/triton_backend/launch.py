@@ -60,7 +60,7 @@ def launch(
         low_bits |= pointer
     for address in addresses:
         low_bits |= address
-    if low_bits & _ALIGN_MASK or max(sizes) > _INT32_MAX or min(sizes) < _INT32_MIN:
+    if low_bits & _ALIGN_MASK or (sizes and (max(sizes) > _INT32_MAX or min(sizes) < _INT32_MIN)):
         kernel[(num_programs,)](*tensors, *sizes, *addresses, *constants, num_warps=num_warps, **options)
         return
     key = (kernel, device, num_warps, constants)

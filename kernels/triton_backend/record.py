@@ -5,6 +5,9 @@ captured graph reuses their memory). Publish runs after the group's last launch.
 work inside a captured CUDA graph, where no Python runs at replay: the step's number comes from a device cell that the
 host copies into the stream before each step, and a forward's number is counted on the device.
 
+Between them, marks take the device's clock before and after each launch where a session asks for device times. The mark
+after a launch also says in host memory how far the device has got, which is still readable when its context has died.
+
 Inside the interpreter there is neither inline assembly nor a device clock: fences fall away (programs run one after
 another) and times stay unmeasured.
 """
@@ -16,8 +19,18 @@ from typing import TYPE_CHECKING, Final
 import triton
 import triton.language as tl
 
-from ..layout import MAX_REQS_PER_LAUNCH, NOT_MEASURED, PADDING_REQ_POOL_IDX, PROBE_WORDS, ProbeWord
+from ..layout import (
+    MAX_REQS_PER_LAUNCH,
+    NOT_MEASURED,
+    PADDING_REQ_POOL_IDX,
+    PROBE_WORDS,
+    PROGRESS_SHIFT,
+    Phase,
+    ProbeWord,
+    progress_code,
+)
 from .device import INTERPRETED, skipped_entries
+from .launch import launch
 
 if TYPE_CHECKING:
     import torch
@@ -57,9 +70,14 @@ _SEQ_LEN_MAX: tl.constexpr = tl.constexpr(int(ProbeWord.SEQ_LEN_MAX))
 _REQ_TO_TOKEN_WIDTH: tl.constexpr = tl.constexpr(int(ProbeWord.REQ_TO_TOKEN_WIDTH))
 _VIOLATIONS: tl.constexpr = tl.constexpr(int(ProbeWord.VIOLATIONS))
 _VIOLATION_RING_CAPACITY: tl.constexpr = tl.constexpr(int(ProbeWord.VIOLATION_RING_CAPACITY))
+_PLAN_NS: tl.constexpr = tl.constexpr(int(ProbeWord.PLAN_NS))
+_PROGRESS_SHIFT: tl.constexpr = tl.constexpr(PROGRESS_SHIFT)
 
-STATE_WORDS: Final = 2
-"""Words of a group's state on the device: the step and the forward of its last row."""
+STATE_WORDS: Final = 3
+"""Words of a group's state on the device: step and forward of its last row, and the time of its last mark in ns."""
+
+_MARK: tl.constexpr = tl.constexpr(2)
+_PHASE_WORD: Final = {Phase.VERIFY: int(ProbeWord.VERIFY_NS), Phase.WRITE: int(ProbeWord.WRITE_NS)}
 
 
 @triton.jit
@@ -90,6 +108,7 @@ def _clock_ns():
     ]
 )
 def _probe_kernel(
+    scratch_ptr,  # [32] int64, out: the row, all but the ring's words and the violations
     req_pool_indices_ptr,  # [num_reqs] int64
     prefix_lens_ptr,  # [num_reqs] int64
     extend_lens_ptr,  # [num_reqs] int64
@@ -97,8 +116,7 @@ def _probe_kernel(
     verify_enable_ptr,  # [1] int32
     skipped_ptr,  # [1] int64
     step_ptr,  # [1] int64: the step's number, put there by the host before the step
-    state_ptr,  # [2] int64, in and out: step and forward of this group's last row
-    scratch_ptr,  # [32] int64, out: the row, all but the ring's words and the violations
+    state_ptr,  # [3] int64, in and out: step and forward of this group's last row, time of its last mark
     num_reqs,
     window,
     write_req_capacity,
@@ -108,10 +126,13 @@ def _probe_kernel(
     group,
     kind,
     WINDOWED: tl.constexpr,
+    MARKED: tl.constexpr,  # whether a mark stands right before the plan
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Recompute what the plan hides, and keep it. Grid: (1,)."""
+    if not INTERPRETED:
+        now = _clock_ns()
     step = tl.load(step_ptr)
     forward = tl.where(tl.load(state_ptr) == step, tl.load(state_ptr + 1) + 1, 0)
     enabled = tl.load(verify_enable_ptr).to(tl.int64)
@@ -157,10 +178,39 @@ def _probe_kernel(
     out = tl.where(word == _SEQ_LEN_MAX, seq_max, out)
     out = tl.where(word == _REQ_TO_TOKEN_WIDTH, width, out)
     if not INTERPRETED:
-        out = tl.where(word == _TIME_NS, _clock_ns(), out)
+        out = tl.where(word == _TIME_NS, now, out)
+        if MARKED:
+            out = tl.where(word == _PLAN_NS, now - tl.load(state_ptr + _MARK), out)
     tl.store(scratch_ptr + word, out)
     tl.store(state_ptr, step)
     tl.store(state_ptr + 1, forward)
+
+
+@triton.jit
+def _mark_kernel(
+    state_ptr,  # [3] int64, out: the time
+    INTERPRETED: tl.constexpr,
+):
+    """Take the time before a launch. Grid: (1,), one warp."""
+    if not INTERPRETED:
+        tl.store(state_ptr + _MARK, _clock_ns())
+
+
+@triton.jit(do_not_specialize=["word", "code"])
+def _span_kernel(
+    state_ptr,  # [3] int64: the time of the mark before the launch
+    scratch_ptr,  # [32] int64, in and out: the row that the probe left
+    progress_ptr,  # [1] int64 in host memory, out
+    word,  # of the row: the launch's phase
+    code,  # `layout.progress_code` of the launch
+    INTERPRETED: tl.constexpr,
+):
+    """Add the time since the mark to a phase, and say that it is over. Grid: (1,), one warp."""
+    if not INTERPRETED:
+        spent = _clock_ns() - tl.load(state_ptr + _MARK)
+        before = tl.load(scratch_ptr + word)
+        tl.store(scratch_ptr + word, tl.where(before == _NOT_MEASURED, spent, before + spent))
+    tl.store(progress_ptr, (tl.load(scratch_ptr + _STEP) << _PROGRESS_SHIFT) + code)
 
 
 @triton.jit(do_not_specialize=["ring_rows", "violation_ring_capacity"])
@@ -215,41 +265,74 @@ def probe(
     runner: int,
     group: int,
     kind: int,
+    marked: bool = False,
 ) -> None:
     """Record what a plan launch demanded. Right after it, on its stream; safe under CUDA graph capture.
 
     Args:
         call: The launch's arguments; ours or SGLang's plan objects.
         step: [1] int64, the number of the step.
-        state: [2] int64, in and out, kept between the rows of one (runner, group).
+        state: [STATE_WORDS] int64, in and out, kept between the rows of one (runner, group).
         scratch: [32] int64. Out, a row of `layout.ProbeWord` for `publish`.
         runner, group, kind: Words of the row.
+        marked: Whether `mark` was launched right before the plan: then the row tells how long the plan took.
     """
     num_reqs = call.req_pool_indices.shape[0]
     block = next(block for block in _BLOCKS if num_reqs <= block)
-    _probe_kernel[(1,)](
-        call.req_pool_indices,
-        call.prefix_lens,
-        call.extend_seq_lens,
-        call.verify_plan_out.verify_num_valid,
-        call.verify_plan_out.enable,
-        skipped_entries(scratch.device),
-        step,
-        state,
-        scratch,
-        num_reqs,
-        call.swa_window_size,
-        call.write_plan_out.write_seed_slot_indices.shape[0],
-        call.verify_plan_out.verify_slot_indices.shape[0],
-        call.req_to_token.shape[1],
-        runner,
-        group,
-        kind,
-        WINDOWED=call.swa_window_size > 0,
-        BLOCK=block,
-        INTERPRETED=INTERPRETED,
-        num_warps=_BLOCKS[block],
+    launch(
+        _probe_kernel,
+        1,
+        (
+            scratch,
+            call.req_pool_indices,
+            call.prefix_lens,
+            call.extend_seq_lens,
+            call.verify_plan_out.verify_num_valid,
+            call.verify_plan_out.enable,
+            skipped_entries(scratch.device),
+            step,
+            state,
+        ),
+        (
+            num_reqs,
+            call.swa_window_size,
+            call.write_plan_out.write_seed_slot_indices.shape[0],
+            call.verify_plan_out.verify_slot_indices.shape[0],
+            call.req_to_token.shape[1],
+            runner,
+            group,
+            kind,
+        ),
+        (),
+        (call.swa_window_size > 0, marked, block, INTERPRETED),
+        _BLOCKS[block],
     )
+
+
+def mark(state: torch.Tensor) -> None:
+    """Take the device's time right before a launch, on its stream; safe under CUDA graph capture.
+
+    Args:
+        state: [STATE_WORDS] int64 of the launch's (runner, group). Out, its last word: the time in ns.
+    """
+    launch(_mark_kernel, 1, (state,), (), (), (INTERPRETED,), 1)
+
+
+def span(
+    state: torch.Tensor, scratch: torch.Tensor, progress: torch.Tensor, *, runner: int, group: int, phase: Phase
+) -> None:
+    """Add the time since `mark` to the row's phase, right after a launch; safe under CUDA graph capture.
+
+    What it adds holds the launch and about one gap between launches, half before and half after it.
+
+    Args:
+        state: [STATE_WORDS] int64.
+        scratch: [32] int64, in and out: the row that `probe` left.
+        progress: [1] int64 in pinned or registered host memory. Out: how far the device has got, `layout.Progress`.
+        runner, group, phase: Of the launch; VERIFY or WRITE.
+    """
+    sizes = (_PHASE_WORD[phase], progress_code(runner, group, phase))
+    launch(_span_kernel, 1, (state, scratch, progress), sizes, (), (INTERPRETED,), 1)
 
 
 def publish(
@@ -269,13 +352,12 @@ def publish(
         published: [1] int64, in and out, rows published to this ring so far. One stream publishes to one ring.
         ring: [rows, 32] int64 in pinned or registered host memory. Out, one row.
     """
-    _publish_kernel[(1,)](
-        scratch,
-        violation_write_index,
-        published,
-        ring,
-        ring.shape[0],
-        violation_ring_capacity,
-        INTERPRETED=INTERPRETED,
-        num_warps=1,
+    launch(
+        _publish_kernel,
+        1,
+        (scratch, violation_write_index, published, ring),
+        (ring.shape[0], violation_ring_capacity),
+        (),
+        (INTERPRETED,),
+        1,
     )

@@ -20,7 +20,7 @@ from kvcanary_trace.black_box import Box, RingFile
 from kvcanary_trace.columns import STEPS_ARROW, steps_batch
 from kvcanary_trace.errors import DatasetError
 from kvcanary_trace.join import Joined, Joiner
-from kvcanary_trace.kernels.layout import ProbeWord
+from kvcanary_trace.kernels.layout import ProbeWord, Progress
 from kvcanary_trace.lane import MODE_NAMES
 from kvcanary_trace.ring import RingReader, Words
 from kvcanary_trace.schema import NOT_MEASURED, HostWord
@@ -47,6 +47,7 @@ class BoxRecovered:
         last_phase: The last phase of its latest row that left a trace: plan, verify or write.
         last_ns: Unix time of the latest row.
         writing: Whether the process died while a row was being written.
+        progress: The last phase that a device completed, where it marked its phases.
     """
 
     box: Box
@@ -58,6 +59,7 @@ class BoxRecovered:
     last_phase: str | None
     last_ns: int | None
     writing: bool
+    progress: Progress | None = None
 
     @property
     def ending(self) -> str:
@@ -68,7 +70,8 @@ class BoxRecovered:
         mode = f" ({self.last_mode})" if self.last_mode not in (None, "unknown") else ""
         phase = f", {self.last_phase} done" if self.last_phase else ""
         torn = "; it died while it wrote the next row" if self.writing else ""
-        return f"its last row is of step {self.last_step:,}{mode}{phase}, {age_s:,.1f} s ago{torn}"
+        device = f"; the device completed the {self.progress} last" if self.progress is not None else ""
+        return f"its last row is of step {self.last_step:,}{mode}{phase}, {age_s:,.1f} s ago{torn}{device}"
 
 
 def recover_box(box: Box, directory: Path) -> BoxRecovered:
@@ -85,11 +88,13 @@ def recover_box(box: Box, directory: Path) -> BoxRecovered:
     if box.alive:
         raise DatasetError(f"{box.path} belongs to process {box.pid}, which still runs; watch reads it meanwhile")
     devices, hosts, overwritten, writing = [], [], 0, False
+    progress: Progress | None = None
     for ring in box.rings():
         reader = RingReader(ring.words)
         rows = reader.read()
         overwritten += reader.overwritten if ring.half == "device" else 0
         writing |= _is_writing(ring)
+        progress = max(filter(None, (progress, ring.progress)), default=None)
         if ring.half == "device":
             rows[:, 0] += ring.number << RING_NUMBER_BIT
             devices.append(rows)
@@ -101,7 +106,7 @@ def recover_box(box: Box, directory: Path) -> BoxRecovered:
     if sealed:
         batch = steps_batch(joined, box.messages).filter(flags(fresh))
         _seal(batch, directory, box)
-    found = _summary(box, joined, sealed, overwritten, writing)
+    found = _summary(box, joined, sealed, overwritten, writing, progress)
     box.remove()
     return found
 
@@ -158,7 +163,9 @@ def _seal(batch: pa.RecordBatch, directory: Path, box: Box) -> None:
         temporary.parent.rmdir()
 
 
-def _summary(box: Box, joined: Joined, sealed: int, overwritten: int, writing: bool) -> BoxRecovered:
+def _summary(
+    box: Box, joined: Joined, sealed: int, overwritten: int, writing: bool, progress: Progress | None
+) -> BoxRecovered:
     step = mode = phase = last_ns = None
     if len(joined):
         times = np.where(joined.has_device, joined.device[:, ProbeWord.TIME_NS], joined.host[:, HostWord.TIME_NS])
@@ -169,4 +176,4 @@ def _summary(box: Box, joined: Joined, sealed: int, overwritten: int, writing: b
         phase = last_phase(joined.device[at]) if joined.has_device[at] else None
         number = int(joined.host[at, HostWord.MODE])
         mode = MODE_NAMES[number] if joined.has_host[at] and 0 <= number < len(MODE_NAMES) else None
-    return BoxRecovered(box, len(joined), sealed, overwritten, step, mode, phase, last_ns, writing)
+    return BoxRecovered(box, len(joined), sealed, overwritten, step, mode, phase, last_ns, writing, progress)

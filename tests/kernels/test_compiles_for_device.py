@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 INT32 = {"num_valid_ptr", "enable_ptr", "num_valid_reqs_ptr", "write_index_ptr", "assert_flag_ptr"}
+INT32 |= {"verify_num_valid_ptr", "verify_enable_ptr", "violation_index_ptr"}
 DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -53,6 +54,7 @@ for line in sys.stdin:
 VERIFY = {"CHECK_TOKEN": True, "NUM_SOURCES": 0, "PAGED": False, "CHUNK": 2, "BLOCK": 256}
 WRITE = {"CHECK_INPUT": True, "PAIRED": True, "HAS_SOURCES": False, "BLOCKS": 128}
 FOLD = {"PAIRED": True, "NUM_SOURCES": 1, "PAGED": True, "CHUNK": 16, "BLOCK": 32}
+ON_DEVICE = {"INTERPRETED": False}
 FOUR_WARPS = {"num_warps": 4}
 KERNELS = [
     ("verify", "_verify_kernel", VERIFY | {"PARALLEL": False}, FOUR_WARPS | {"maxnreg": 64}),
@@ -61,11 +63,15 @@ KERNELS = [
     ("write_parallel", "_write_parallel_kernel", WRITE | {"ALONE": False, "BLOCK": 256}, FOUR_WARPS),
     ("write_parallel", "_write_parallel_kernel", WRITE | {"ALONE": True, "BLOCK": 1024}, {"num_warps": 8}),
     ("write_fold", "_fold_tokens_kernel", FOLD, {"num_warps": 1}),
+    ("record", "_probe_kernel", ON_DEVICE | {"WINDOWED": True, "MARKED": True, "BLOCK": 4096}, {"num_warps": 8}),
+    ("record", "_mark_kernel", ON_DEVICE, {"num_warps": 1}),
+    ("record", "_span_kernel", ON_DEVICE, {"num_warps": 1}),
+    ("record", "_publish_kernel", ON_DEVICE, {"num_warps": 1}),
 ]
 
 
-def test_the_parallel_chain_and_verify_compile_for_hopper(tmp_path: object) -> None:
-    """Every kernel that knows the parallel chain, as the launches ask for it on a device."""
+def test_kernels_compile_for_hopper(tmp_path: object) -> None:
+    """Kernels that know the parallel chain, and those that record, as the launches ask for them on a device."""
     pytest.importorskip("triton.backends.nvidia", reason="needs Triton's NVIDIA compiler")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

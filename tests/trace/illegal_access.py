@@ -11,10 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-from test_device_rows import Loop  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from device_loop import Loop
 
-import kvcanary_trace as kv_canary  # noqa: E402
+import kvcanary_trace as kv_canary
 
 
 @triton.jit
@@ -26,13 +26,15 @@ def main(directory: str) -> None:
     loop = Loop("cuda")
     error = ""
     try:
-        with kv_canary.trace(directory, device="cuda", device_rows=True) as session:
+        with kv_canary.trace(directory, device="cuda", device_rows=True, device_times=True) as session:
             loop.run(loop.launch)
             torch.cuda.synchronize()
             loop.fill(0, 3)
             with kv_canary.step(5000, mode="decode"):
+                loop.plan(4)
+                loop.verify_and_write(loop.contexts[0], 4)
                 _store_far[(1,)](loop.ids, 2**44)
-                loop.launch(4)
+                loop.verify_and_write(loop.contexts[1], 4)
             torch.cuda.synchronize()
     except RuntimeError as broken:
         error = str(broken).splitlines()[0]

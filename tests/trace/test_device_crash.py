@@ -1,4 +1,6 @@
-"""An illegal memory access on the device: the context is dead, and the rows published before it are sealed."""
+"""An illegal memory access on the device: the context is dead, the rows published before it are sealed, and the session
+names the last phase that was completed.
+"""
 
 from __future__ import annotations
 
@@ -26,3 +28,6 @@ def test_rows_before_an_illegal_access_are_sealed(tmp_path: Path) -> None:
     assert [row["step"] for row in rows][: len(STEPS)] == STEPS
     assert {row["step"] for row in rows} <= {*STEPS, 5000}
     assert said["drained"] >= len(STEPS)
+    (run,) = (json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*.json"))
+    assert run["device_progress"] == {"cuda:0": "write of step 5,000, group full, target"}
+    assert "it completed the write of step 5,000" in done.stderr
