@@ -52,11 +52,12 @@ _OF_LAUNCHES: Final = (
 class _Group:
     """Device memory and bookkeeping of one (runner, group)."""
 
-    __slots__ = ("context", "group", "last", "last_launch", "marked", "plans", "runner", "scratch", "state")
+    __slots__ = ("captured", "context", "group", "last", "last_launch", "marked", "plans", "runner", "scratch", "state")
 
     def __init__(self, device: torch.device, state_words: int, runner: int, group: int) -> None:
         self.runner = runner
         self.group = group
+        self.captured = False  # whether its row that waits is part of a graph
         self.marked = False  # whether a mark stands before the launch to come
         self.scratch = torch.zeros(PROBE_WORDS, dtype=torch.int64, device=device)
         self.state = torch.full((state_words,), -1, dtype=torch.int64, device=device)
@@ -158,12 +159,13 @@ class DeviceRecorder:
                     )
                 return
             mine = self._groups[key] = _Group(self.device, self._record.STATE_WORDS, runner, group)
-            if self.timed:
-                self._compile_marks(mine)
+            self._record.warmup(call, step=self._step, state=mine.state, scratch=mine.scratch, timed=self.timed)
+            mine.state.fill_(-1)
         else:
             self._publish(mine)
             mine.last = mine.last_launch
         mine.plans = (call.verify_plan_out, call.write_plan_out)
+        mine.captured = self._capturing()
         mine.context = mine.last_launch = None
         self._record.probe(
             call,
@@ -225,14 +227,12 @@ class DeviceRecorder:
                 return mine
         return None
 
-    def _compile_marks(self, mine: _Group) -> None:
-        """Launch each mark once, before any capture; the probe overwrites what they leave, and nobody reads it."""
-        self._record.mark(mine.state)
-        nowhere = mine.state[-1:]
-        self._record.span(mine.state, mine.scratch, nowhere, runner=mine.runner, group=mine.group, phase=Phase.VERIFY)
-
     def _publish(self, mine: _Group, *, keep: bool = False) -> None:
         if mine.plans is None:
+            return
+        if mine.captured != self._capturing():
+            # A captured forward's row comes with its replays; an eager one's must not come with every replay.
+            mine.plans = None
             return
         context = mine.context
         self._record.publish(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+import torch
 import triton
 import triton.language as tl
 
@@ -33,8 +34,6 @@ from .device import INTERPRETED, skipped_entries
 from .launch import launch
 
 if TYPE_CHECKING:
-    import torch
-
     from ..hooks import PlanCall
 
 _PADDING: tl.constexpr = tl.constexpr(PADDING_REQ_POOL_IDX)
@@ -279,6 +278,18 @@ def probe(
     """
     num_reqs = call.req_pool_indices.shape[0]
     block = next(block for block in _BLOCKS if num_reqs <= block)
+    _launch_probe(call, step, state, scratch, (runner, group, kind), marked, block)
+
+
+def _launch_probe(
+    call: PlanCall,
+    step: torch.Tensor,
+    state: torch.Tensor,
+    scratch: torch.Tensor,
+    key: tuple[int, int, int],
+    marked: bool,
+    block: int,
+) -> None:
     launch(
         _probe_kernel,
         1,
@@ -294,19 +305,37 @@ def probe(
             state,
         ),
         (
-            num_reqs,
+            call.req_pool_indices.shape[0],
             call.swa_window_size,
             call.write_plan_out.write_seed_slot_indices.shape[0],
             call.verify_plan_out.verify_slot_indices.shape[0],
             call.req_to_token.shape[1],
-            runner,
-            group,
-            kind,
+            *key,
         ),
         (),
         (call.swa_window_size > 0, marked, block, INTERPRETED),
         _BLOCKS[block],
     )
+
+
+def warmup(call: PlanCall, *, step: torch.Tensor, state: torch.Tensor, scratch: torch.Tensor, timed: bool) -> None:
+    """Compile what batches of any size will need; nothing may be compiled inside a capture. Not inside a capture.
+
+    Args:
+        call: A plan launch like those to come.
+        step: [1] int64, any number.
+        state, scratch: As for `probe`; out, nothing that anybody has to keep.
+        timed: Whether marks will be launched too.
+    """
+    for block in _BLOCKS:
+        for marked in (False, True) if timed else (False,):
+            _launch_probe(call, step, state, scratch, (0, 0, 0), marked, block)
+    nowhere = torch.zeros(2, PROBE_WORDS, dtype=torch.int64, device=scratch.device)
+    if timed:
+        mark(state)
+        span(state, scratch, nowhere, runner=0, group=0, phase=Phase.VERIFY)
+    no_violations, published = nowhere[1].view(torch.int32), torch.zeros_like(nowhere[0])
+    publish(scratch, violation_write_index=no_violations, violation_ring_capacity=0, published=published, ring=nowhere)
 
 
 def mark(state: torch.Tensor) -> None:

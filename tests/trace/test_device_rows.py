@@ -9,6 +9,7 @@ import torch
 from device_loop import BATCHES, Loop, rows_of
 
 import kvcanary_trace as kv_canary
+from kvcanary_trace import device_rows
 
 pytest.importorskip("triton", reason="the device's probe is a Triton kernel")
 from kvcanary_trace.kernels import triton_backend
@@ -45,6 +46,24 @@ def test_plans_without_step_are_steps_of_their_own(tmp_path: Path) -> None:
             loop.launch(4)
     assert [(row["step"], row["forward"], row["bs"]) for row in rows_of(tmp_path)] == [(0, 0, 2), (1, 0, 2), (2, 0, 2)]
     assert session.stats.complete
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the device")
+def test_rows_that_wait_never_cross_into_a_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An eager row published by a graph would come again with every replay; a captured one has not run yet."""
+    capturing = False
+    monkeypatch.setattr(device_rows, "is_capturing", lambda device: capturing)
+    with kv_canary.trace(tmp_path) as session:
+        session._observer.recorded_devices = frozenset({"cpu"})
+        loop = Loop("cpu")
+        for number, capturing in enumerate((False, False, True, False)):
+            loop.fill(number, 1 + number)
+            loop.plan(4)
+            if not capturing:
+                loop.verify_and_write(loop.contexts[0], 4)
+    # Of the eager row that waited when the capture began nothing is known; the captured forward is not published.
+    assert [row["bs"] for row in rows_of(tmp_path)] == [1, None, None, 4]
+    assert session.stats.published == 2
 
 
 @pytest.mark.gpu
