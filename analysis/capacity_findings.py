@@ -33,6 +33,16 @@ class _Case:
     run: Run
     bounds: Bounds
     forecast: Forecast | None
+    is_past: bool = False
+    """Whether the last row was past the limit."""
+
+    @property
+    def may_come_again(self) -> bool:
+        """Whether a capacity that broke and is within its limit again will break again."""
+        expected = self.forecast
+        return (
+            self.one.breached is not None and not self.is_past and expected is not None and expected.cause is not None
+        )
 
     @property
     def capacity(self) -> Capacity:
@@ -84,7 +94,7 @@ def capacity_findings(
                 pools.add((key.run, key.rank, key.runner))
             load = loads.get(key, {}).get(one.capacity.id)
             expected = None
-            if load is not None and len(load) and one.breached is None:
+            if load is not None and len(load):
                 expected = forecast(
                     one.capacity.id,
                     load,
@@ -92,7 +102,8 @@ def capacity_findings(
                     history=remembered[key][one.capacity.id],
                     earlier_peak=_earlier_peak(one_series, one, load),
                 )
-            case = _Case(one_series, one, run, bounds, expected)
+            past = load is not None and len(load) > 0 and bool(load.demand[-1] > load.limit[-1])
+            case = _Case(one_series, one, run, bounds, expected, past)
             lead = 0
             if one.breached is not None and look_backs < _MAX_LOOK_BACKS:
                 look_backs += 1
@@ -173,7 +184,7 @@ def _finding(case: _Case, lead: int) -> Finding:
         peak_utilization=one.peak_utilization,
         p99_utilization=one.p99_utilization,
         headroom=one.peak_limit - one.peak_demand,
-        breach=_breach(case) if severity == "critical" else None,
+        breach=_breach(case) if severity == "critical" or case.may_come_again else None,
         reason=_reason(case, severity, lead),
         remedy=_remedy(case) if severity != "info" else None,
     )
@@ -226,7 +237,8 @@ def _reason(case: _Case, severity: Severity, lead: int) -> str:
             said += f"; at or above {percent(WARNING_UTILIZATION)} from step {one.high.first:,} on"
         if lead:
             said += f", critical {lead:,} step{'s' * (lead != 1)} before"
-        return f"demand exceeded the limit {_when(one.breached)}, {peak}: {_consequence(case)}{said}"
+        again = f"; and again: {_coming(case, expected)}" if case.may_come_again and expected is not None else ""
+        return f"demand exceeded the limit {_when(one.breached)}, {peak}: {_consequence(case)}{said}{again}"
     if severity == "critical" and expected is not None:
         rebuilt = "; nobody told the queue, running work is rebuilt from the rows" if expected.used == "rows" else ""
         return f"{_coming(case, expected)}: {case.capacity.consequence}; so far {peak}{rebuilt}"
@@ -266,15 +278,33 @@ def _coming(case: _Case, expected: Forecast) -> str:
         found = expected.trend
         return (
             f"rising by {100 * found.slope:.2g} % of the limit a step over {int(found.seen_steps):,} steps, it reaches "
-            f"{limit:,} in about {max(1, math.ceil(found.steps_to_limit)):,} steps"
+            f"{limit:,} in about {_distance(_breach(case))}{_likely(expected)}"
         )
     outlook = expected.outlook
     assert outlook is not None and outlook.probability is not None
+    rose = f"demand has lately risen by {case.counted(outlook.rise)} within as many steps"
     return (
-        f"a breach within {HORIZON_STEPS} steps is {percent(outlook.probability)} likely: running work and what "
-        f"usually joins it of the queue want {case.counted(outlook.expected)} of {limit:,}, and demand has "
-        f"lately risen by {case.counted(outlook.rise)} within as many steps"
+        f"a breach within {HORIZON_STEPS} steps is {percent(outlook.probability)} likely, in about "
+        f"{_distance(_breach(case))}: running work and what usually joins it of the queue want "
+        f"{case.counted(outlook.expected)} of {limit:,}, and "
+        f"{rose if outlook.rise > 0 else 'how much demand rises is not known yet'}"
     )
+
+
+def _distance(breach: Breach) -> str:
+    """Steps until a breach, with their interval and the time that they take, as far as each is known."""
+    assert breach.steps is not None
+    steps = f"{breach.steps:,} step{'s' * (breach.steps != 1)}"
+    between = f" ({breach.low:,} to {breach.high:,})" if breach.low is not None and breach.high is not None else ""
+    return f"{steps}{between}" + ("" if breach.seconds is None else f", {breach.seconds:.2g} s")
+
+
+def _likely(expected: Forecast) -> str:
+    """How likely it is, where the estimator is calibrated for it."""
+    outlook = expected.outlook
+    if outlook is None or not outlook.probability:
+        return ""
+    return f", {percent(outlook.probability)} likely within {HORIZON_STEPS} steps"
 
 
 def _consequence(case: _Case) -> str:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvcanary_trace import names
 from kvcanary_trace.pressure.capacities import BY_ID, CAPACITIES, Capacity
 from kvcanary_trace.pressure.estimator import COLUMNS, Estimator, claim_probability, claims
+from kvcanary_trace.pressure.horizon import steps_until
 from kvcanary_trace.pressure.horizon_table import CALIBRATED
 from kvcanary_trace.pressure.severity import HORIZON_STEPS, LADDER, WARNING_UTILIZATION, Severity
 from kvcanary_trace.pressure.work import Bounds
@@ -62,6 +63,9 @@ class Transition:
         probability: Of a breach within 500 steps; None where nothing is calibrated for the capacity.
         expected: What running work, and the part of queued work that usually joins it, adds up to, in the capacity's
             unit; None likewise.
+        steps, low, high: Steps until a breach, should it come within 500: half of such breaches came by `steps`, 10 %
+            and 90 % by `low` and `high`; None likewise, and once it has come.
+        seconds: The same of `steps` at the recent pace of steps; None where rows tell no pace.
     """
 
     row: int
@@ -75,6 +79,10 @@ class Transition:
     limit: int
     probability: float | None = None
     expected: int | None = None
+    steps: int | None = None
+    low: int | None = None
+    high: int | None = None
+    seconds: float | None = None
 
     @property
     def utilization(self) -> float:
@@ -90,6 +98,9 @@ class Transition:
         where = f" of group {self.group}" if self.group is not None else ""
         known = self.probability is not None and self.after != "breached"
         likely = "" if not known else f", breach within 500 steps {self.probability:.0%} likely"
+        if known and self.after == "critical" and self.steps is not None:
+            likely += f", in about {self.steps} ({self.low} to {self.high})"
+            likely += "" if self.seconds is None else f", {self.seconds:.2g} s"
         more = self.expected is not None and self.expected > self.demand and self.after != "breached"
         work = f", {self.expected} with all that runs and waits" if more else ""
         return (
@@ -121,6 +132,7 @@ class Monitor:
         self._listener = listener
         self._levels: dict[Key, tuple[int, int]] = {}  # place on the ladder, and the step from which it has to stand
         self._estimators: dict[Key, Estimator] = {}
+        self._step_s: float | None = None
         self.limits: dict[str, int] = {}
         """Capacity → the least limit of the latest rows; read by other threads."""
 
@@ -128,6 +140,7 @@ class Monitor:
         """Go through new rows, tell of transitions."""
         seen = Seen(rows, np.zeros(len(rows), dtype=np.bool_), [])
         limits: dict[str, int] = {}
+        self._keep_pace(rows)
         for capacity in CAPACITIES:
             if capacity.grouped:
                 for runner, group, indices in rows.series():
@@ -156,7 +169,7 @@ class Monitor:
         limits[capacity.id] = min(int(limit[-1]), limits.get(capacity.id, int(limit[-1])))
         key = (capacity.id, runner, group)
         utilization = demand / limit
-        likely, expected = self._likely(key, seen.rows, at, demand, limit)
+        likely, expected, rise = self._likely(key, seen.rows, at, demand, limit)
         # Exactly full is not past the limit.
         up = _levels(utilization, claims(capacity.id, likely, utilization), 1.0)
         down = _levels(utilization, likely >= _FALL_PROBABILITY * claim_probability(capacity.id), _FALL)
@@ -178,6 +191,11 @@ class Monitor:
             begin += int(moved[0])
             new = int(up[begin] if up[begin] > level else down[begin])
             row, since = int(at[begin]), int(steps[begin])
+            known = capacity.id in CALIBRATED
+            until: tuple[int, ...] | None = None
+            if known and new != _BREACHED:
+                told = steps_until(float(expected[begin]), float(rise[begin]), float(limit[begin]))
+                until = tuple(max(1, round(value)) for value in told)
             seen.transitions.append(
                 Transition(
                     row=row,
@@ -189,8 +207,12 @@ class Monitor:
                     after=LADDER[new],
                     demand=int(demand[begin]),
                     limit=int(limit[begin]),
-                    probability=float(likely[begin]) if capacity.id in CALIBRATED else None,
-                    expected=round(float(expected[begin])) if capacity.id in CALIBRATED else None,
+                    probability=float(likely[begin]) if known else None,
+                    expected=round(float(expected[begin])) if known else None,
+                    low=until[0] if until else None,
+                    steps=until[1] if until else None,
+                    high=until[2] if until else None,
+                    seconds=until[1] * self._step_s if until and self._step_s else None,
                 )
             )
             level = new
@@ -198,11 +220,24 @@ class Monitor:
             since = int(steps[past[-1]])
         self._levels[key] = (level, since)
 
-    def _likely(self, key: Key, rows: StepRows, at: Ints, demand: Ints, limit: Ints) -> tuple[Floats, Floats]:
-        """[n] probability of a breach within the horizon, 0 where bounded or not calibrated; [n] expected work."""
+    def _keep_pace(self, rows: StepRows) -> None:
+        """How long a step takes, from the first to the last row of a batch; batches of one step tell nothing."""
+        times, steps = rows.ints("time"), rows.ints("step")
+        known = times != NOT_MEASURED
+        if known.any():
+            times, steps = times[known], steps[known]
+            first, last = int(steps.argmin()), int(steps.argmax())
+            spent_ns, walked = int(times[last] - times[first]), int(steps[last] - steps[first])
+            if walked > 0 and spent_ns > 0:
+                self._step_s = spent_ns / walked / 1e9
+
+    def _likely(self, key: Key, rows: StepRows, at: Ints, demand: Ints, limit: Ints) -> tuple[Floats, Floats, Floats]:
+        """[n] probability of a breach within the horizon, 0 where bounded or not calibrated; [n] expected work and its
+        recent rise.
+        """
         name = key[0]
         if name not in CALIBRATED:
-            return np.zeros(len(at)), np.zeros(len(at))
+            return np.zeros(len(at)), np.zeros(len(at)), np.zeros(len(at))
         estimator = self._estimators.setdefault(key, Estimator(name))
         fed = _fed(rows.ints("step")[at], demand)
         columns: dict[str, npt.ArrayLike] = {one: _floats(rows.ints(one)[at[fed]]) for one in _MEASURED}
@@ -214,7 +249,8 @@ class Monitor:
         last = np.maximum(np.searchsorted(fed, np.arange(len(at)), side="right") - 1, 0)
         likely = states.probability(limit[fed].astype(np.float64))[last]
         ceiling = self._bounds.ceiling(name)
-        return likely if ceiling is None else np.where(ceiling <= limit, 0.0, likely), states.expected[last]
+        likely = likely if ceiling is None else np.where(ceiling <= limit, 0.0, likely)
+        return likely, states.expected[last], states.rise[last]
 
 
 _MEASURED: Final = tuple(name for name in COLUMNS if name not in ("step", "demand", "prefill"))

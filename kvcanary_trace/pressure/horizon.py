@@ -28,7 +28,17 @@ from kvcanary_trace.pressure.horizon_table import CALIBRATED, HIGH_NODES, LOGITS
 from kvcanary_trace.pressure.severity import HORIZON_STEPS
 from kvcanary_trace.pressure.work import SHARING_SEEN
 
-__all__ = ["BLOCK_STEPS", "MEMORY_STEPS", "Horizon", "Outlook", "WorkRows", "high_of", "probability", "room_of"]
+__all__ = [
+    "BLOCK_STEPS",
+    "MEMORY_STEPS",
+    "Horizon",
+    "Outlook",
+    "WorkRows",
+    "high_of",
+    "probability",
+    "room_of",
+    "steps_until",
+]
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -190,7 +200,7 @@ class Horizon:
         j, v = _place(HIGH_NODES, high)
         logit = (1 - u) * ((1 - v) * LOGITS[i][j] + v * LOGITS[i][j + 1])
         logit += u * ((1 - v) * LOGITS[i + 1][j] + v * LOGITS[i + 1][j + 1])
-        low, steps, late = ((1 - u) * a + u * b for a, b in zip(STEPS[i], STEPS[i + 1], strict=True))
+        low, steps, late = steps_until(self.expected, self.rise, limit)
         return Outlook(1.0 / (1.0 + math.exp(-logit)), steps, low, late, self.expected, self.rise)
 
 
@@ -221,6 +231,13 @@ def probability(expected: Floats, rise: Floats, recent_high: Floats, limit: floa
     logit += u * ((1 - v) * table[i + 1, j] + v * table[i + 1, j + 1])
     result: Floats = 1.0 / (1.0 + np.exp(-logit))
     return result
+
+
+def steps_until(expected: float, rise: float, limit: float) -> tuple[float, float, float]:
+    """Steps until a breach, should it come within the horizon: 10 %, half and 90 %, from a state of a `Horizon`."""
+    i, u = _place(ROOM_NODES, math.log1p(max(limit - expected, 0.0) / (rise + _FLOOR * limit)))
+    low, half, high = ((1 - u) * a + u * b for a, b in zip(STEPS[i], STEPS[i + 1], strict=True))
+    return low, half, high
 
 
 def _places(nodes: tuple[float, ...], x: Floats) -> tuple[NDArray[np.int64], Floats]:

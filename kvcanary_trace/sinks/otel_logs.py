@@ -119,6 +119,10 @@ class Records:
                 attributes[n.attribute(name)] = value
         if change.probability is not None:
             attributes[n.PROBABILITY] = change.probability
+        if change.after == "critical" and change.steps is not None:
+            attributes[n.STEPS_TO_BREACH] = change.steps
+            if change.seconds is not None:
+                attributes[n.SECONDS_TO_BREACH] = change.seconds
         severity = {"info": "INFO", "warning": "WARN", "critical": "WARN"}.get(change.after, "ERROR")
         return Found(n.EVENT_PRESSURE, severity, time_ns, str(change), {**self._common, **attributes})
 

@@ -28,8 +28,9 @@ __all__ = ["Metrics"]
 
 PEAK_WINDOW_S: Final = 60.0
 MAX_DURATIONS_PER_FLUSH: Final = 256
-"""Measurements of histograms in one flush. Each costs the SDK some 50 µs of the interpreter lock, which the engine's
-thread waits for. Past it, every k-th row is measured."""
+MAX_DURATIONS_PER_SECOND: Final = 400
+"""Measurements of histograms. Each costs the SDK some 50 µs of the interpreter lock, which the engine's thread waits
+for. Past either, every k-th row is measured."""
 
 _PHASE_COLUMNS: Final = {"plan": "plan_ns", "verify": "verify_ns", "write": "write_ns"}
 _EMPTY: Final = Context()
@@ -94,6 +95,7 @@ class Metrics:
         self._seen_peaks: dict[Series, tuple[tuple[float, float], ...]] = {}
         self._last_steps: Ints = np.empty(0, dtype=np.int64)
         self._unrecorded = 0
+        self._measured_s = time.monotonic() - 1.0
         self.durations_skipped = 0
         found.source = self
 
@@ -214,7 +216,10 @@ class Metrics:
         modes, mode_names = rows.names("mode")
         groups, group_names = rows.names("group")
         wanted = len(forwards) + len(_PHASE_COLUMNS) * len(rows)
-        stride = -(-wanted // MAX_DURATIONS_PER_FLUSH)
+        now = time.monotonic()
+        fair = int(MAX_DURATIONS_PER_SECOND * (now - self._measured_s))
+        self._measured_s = now
+        stride = -(-wanted // max(1, min(MAX_DURATIONS_PER_FLUSH, fair)))
         self._record_all(
             n.STEP_DURATION_METRIC, rows.ints("host_ns"), forwards, stride, contexts, _MODE, modes, mode_names, {}
         )

@@ -66,6 +66,8 @@ PHASE: Final = attribute("phase")
 CAPACITY: Final = attribute("capacity")
 UTILIZATION: Final = attribute("utilization")
 PROBABILITY: Final = attribute("probability")
+STEPS_TO_BREACH: Final = attribute("steps_to_breach")
+SECONDS_TO_BREACH: Final = attribute("seconds_to_breach")
 SEVERITY: Final = attribute("severity")
 SEVERITY_BEFORE: Final = attribute("severity_before")
 DEMAND: Final = attribute("demand")
@@ -158,6 +160,8 @@ ATTRIBUTES: Final = (
     Attribute(LIMIT, "", "the capacity's limit, in its own unit"),
     Attribute(UTILIZATION, "1", "demand over limit"),
     Attribute(PROBABILITY, "1", "of a breach within 500 steps, where the capacity's forecast is calibrated"),
+    Attribute(STEPS_TO_BREACH, "{step}", "until a breach, should it come within 500 steps: half of them came by then"),
+    Attribute(SECONDS_TO_BREACH, "s", "the same at the recent pace of steps"),
     Attribute(SEVERITY, "", "info, warning, critical or breached"),
     Attribute(SEVERITY_BEFORE, "", "the severity before the transition"),
     Attribute(PHASE, "", "plan, verify or write"),

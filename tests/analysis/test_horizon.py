@@ -260,3 +260,17 @@ def test_live_and_files_give_one_severity(tmp_path: Path, told: bool, level: flo
     live = [one.after for one in heard if one.capacity.id == "verify"]
     (found,) = [one for one in analyze(tmp_path).findings if one.capacity == "verify"]
     assert found.severity == (live[-1] if live else "info")
+
+
+def test_what_broke_once_is_still_forecast(tmp_path: Path) -> None:
+    """A breach long ago hides none to come; while demand is past the limit there is none to come."""
+    demand = np.concatenate([[1200.0], np.full(2000, 100.0), 100 + 2.0 * np.arange(420)])
+    queue = {"resident_tokens": demand, "waiting_tokens": 0}
+    root = dataset(tmp_path / "a", steps_table(len(demand), verify_demand=demand, verify_capacity=1000, **queue))
+    (one,) = [one for one in analyze(root).findings if one.capacity == "verify"]
+    assert one.severity == "breached" and one.breach is not None and one.breach.probability is not None
+    assert one.breach.steps is not None and "; and again: " in one.reason and "to " in one.reason
+    short = {name: np.asarray(value)[:1] if np.ndim(value) else value for name, value in queue.items()}
+    root = dataset(tmp_path / "b", steps_table(1, verify_demand=demand[:1], verify_capacity=1000, **short))
+    (one,) = [one for one in analyze(root).findings if one.capacity == "verify"]
+    assert one.severity == "breached" and one.breach is None

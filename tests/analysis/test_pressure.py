@@ -131,7 +131,9 @@ def test_settings_that_keep_demand_within_the_limit_silence_a_slope() -> None:
     """A batch that climbs to the engine's own limit, which fits, is not about to break."""
     ramp = load(60, demand=40 + np.arange(60))
     found = forecast("write_req", ramp, Bounds())
-    assert found.cause == "likely" and found.trend is not None and found.low == found.steps == found.high
+    assert found.cause == "likely" and found.trend is not None
+    assert found.steps == pytest.approx(1) and found.low == pytest.approx(1)
+    assert found.high is not None and found.high > 200  # slopes before a breach mostly bend
     assert forecast("write_req", ramp, Bounds(max_running_requests=100)).cause is None
 
 

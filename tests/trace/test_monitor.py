@@ -255,3 +255,27 @@ def test_frequent_turns_leave_the_core_to_the_engine() -> None:
     with kv_canary.trace(busy, on_pressure=lambda change: None, flush_interval_s=30):
         time.sleep(2.05)
         assert 2 <= busy.turns <= 7
+
+
+def test_a_critical_transition_says_when(tmp_path: Path) -> None:
+    """Steps with their interval, and seconds at the pace of the rows; none once it has come."""
+    ramp = [
+        {"verify_demand": 2 * i, "resident_tokens": 2 * i, "waiting_tokens": 0, "time_ns": 10**18 + i * 20_000_000}
+        for i in range(600)
+    ]
+    told, _ = feed(tmp_path, ramp)
+    critical = next(one for one in told if one.after == "critical")
+    assert critical.steps is not None and critical.low is not None and critical.high is not None
+    assert critical.low < 501 - critical.step < critical.high and critical.low < critical.steps < critical.high
+    assert critical.seconds == pytest.approx(critical.steps * 0.02)
+    assert f"in about {critical.steps} ({critical.low} to {critical.high}), 5.4 s" in str(critical)
+    breached = next(one for one in told if one.after == "breached")
+    assert breached.steps is None and breached.seconds is None and "in about" not in str(breached)
+
+
+def test_a_pace_needs_two_steps(tmp_path: Path) -> None:
+    """Rows of one step tell no pace: then there are steps and no seconds."""
+    told, _ = feed(tmp_path, [{"verify_demand": 900, "resident_tokens": 900, "waiting_tokens": 5000}])
+    (only,) = told
+    assert only.after == "critical" and only.steps is not None and only.seconds is None
+    assert "s;" not in str(only).split("likely")[1].split("past")[0].replace("steps", "")
